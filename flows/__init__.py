@@ -1,0 +1,1 @@
+"""ORDER: what runs after what, and the command line."""

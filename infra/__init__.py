@@ -1,0 +1,1 @@
+"""WHERE it runs: settings, Ray, placement, object stores, local services."""

@@ -1,0 +1,1 @@
+"""Pure maths on torch tensors."""

@@ -1,0 +1,130 @@
+"""Sections about how the policy learns: generation, algorithm, optimizer, weight sync, evaluation."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from rlhf_core.config.base import Section
+
+
+class GenerateConfig(Section):
+    """How rollouts are sampled."""
+
+    prompts_per_iteration: int = Field(default=16, ge=1)
+    """Prompts (groups) of one iteration."""
+    samples_per_prompt: int = Field(default=8, ge=1)
+    """Responses of one prompt: the size of a group."""
+    max_new_tokens: int = Field(default=24, ge=1)
+    """Longest response in tokens."""
+    temperature: float = Field(default=1.0, gt=0, le=10)
+    """Sampling temperature; logprobs of engine and trainer are both taken after it."""
+    engine: dict[str, Any] = {}
+    """Further vLLM engine arguments, passed through as they are (`max_num_seqs`, `enforce_eager`, ...)."""
+
+
+class AlgorithmConfig(Section):
+    """Group relative policy optimization (GRPO)."""
+
+    name: Literal["grpo"] = "grpo"
+    """The estimator."""
+    normalize_std: bool = True
+    """Divide the centred reward by the group's standard deviation (ddof = 1)."""
+    epsilon: float = Field(default=1e-6, gt=0)
+    """Added to the standard deviation."""
+    clip_low: float = Field(default=0.2, ge=0, lt=1)
+    """The probability ratio is clipped below 1 - clip_low."""
+    clip_high: float = Field(default=0.2, ge=0)
+    """The probability ratio is clipped above 1 + clip_high."""
+    kl_coef: float = Field(default=0.0, ge=0)
+    """Weight of the KL to the reference (the starting policy) in the loss; 0 loads no reference."""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    """Estimator of that KL."""
+    aggregation: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"] = "token-mean"
+    """How token losses become one number; every denominator is global over the optimizer step."""
+    importance_cap: float | None = Field(default=2.0, gt=0)
+    """Bound on the importance weight exp(trainer - engine logprob) of a token; `None` applies no correction."""
+
+
+class OptimConfig(Section):
+    """The optimizer and how the batch is cut."""
+
+    learning_rate: float = Field(default=2e-5, gt=0)
+    """Peak learning rate of AdamW."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """Decay of AdamW's moments."""
+    epsilon: float = Field(default=1e-8, gt=0)
+    """AdamW's epsilon."""
+    weight_decay: float = Field(default=0.0, ge=0)
+    """AdamW's weight decay."""
+    warmup_steps: int = Field(default=0, ge=0)
+    """Optimizer steps of linear warm-up; constant afterwards."""
+    max_grad_norm: float = Field(default=1.0, gt=0)
+    """Gradient norm clipping."""
+    updates_per_iteration: int = Field(default=1, ge=1)
+    """Optimizer steps an epoch; must divide `generate.prompts_per_iteration`."""
+    epochs: int = Field(default=1, ge=1)
+    """Passes over the experience of an iteration."""
+    tokens_per_microbatch: int = Field(default=4096, ge=1)
+    """Padded tokens of one forward and backward pass on one rank."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass."""
+
+
+class SyncConfig(Section):
+    """How weights travel from the trainer to the engines and how that is checked."""
+
+    bucket_mib: int = Field(default=256, ge=1)
+    """Size of a packed bucket of parameters in MiB."""
+    probe_sequences: int = Field(default=4, ge=0)
+    """Sequences whose logprobs engine and trainer compare after every sync; 0 turns the comparison off."""
+    tolerance: float | None = Field(default=None, gt=0)
+    """Largest mean absolute logprob difference of the probe; by default 1e-4 for float32 and 0.15 for bfloat16."""
+
+
+class EvaluationConfig(Section):
+    """Evaluation on the held-out prompts, greedy and sampled."""
+
+    every: int = Field(default=0, ge=0)
+    """Also evaluate every so many iterations; 0 evaluates only before the first and after the last."""
+    samples_per_prompt: int = Field(default=4, ge=0)
+    """Sampled responses a held-out prompt beside the greedy one."""
+
+
+class CheckpointConfig(Section):
+    """Checkpoints of the trainer. Between them, resume replays committed experience."""
+
+    every: int = Field(default=10, ge=0)
+    """Iterations between checkpoints; 0 writes none (resume then replays from the start)."""
+    keep: int = Field(default=2, ge=1)
+    """Newest checkpoints to keep."""
+
+
+class LimitsConfig(Section):
+    """Deadlines and retries."""
+
+    stage_seconds: float = Field(default=3600.0, gt=0)
+    """Deadline of a stage."""
+    startup_seconds: float = Field(default=900.0, gt=0)
+    """Deadline for placing actors and loading models."""
+    retries: int = Field(default=2, ge=0)
+    """Retries of the stages that may be retried in place (generate, score, advantages)."""
+
+
+class TrackingConfig(Section):
+    """Where metrics go beside the store."""
+
+    tensorboard: bool = True
+    """Write TensorBoard event files to `.rlhf/tensorboard/RUN`."""
+    wandb_project: str | None = None
+    """Weights & Biases project; needs the `wandb` package."""
+    mlflow_experiment: str | None = None
+    """MLflow experiment; needs the `mlflow` package."""
+
+    @model_validator(mode="after")
+    def _not_empty(self) -> TrackingConfig:
+        for field in ("wandb_project", "mlflow_experiment"):
+            if getattr(self, field) == "":
+                raise ValueError(f"{field} is empty: name one or leave it out")
+        return self

@@ -1,0 +1,1 @@
+"""vLLM and DeepSpeed behind narrow classes."""

@@ -1,0 +1,90 @@
+"""Small frozen values that cross Prefect and Ray: what was committed where, never the data itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+#: Version of everything written to the store. A reader refuses what is newer than itself.
+FORMAT_VERSION = 1
+
+#: The stages of an iteration in order. The order is the dependency chain.
+STAGES = ("generate", "score", "advantages", "update", "sync", "commit")
+
+
+class Manifest(BaseModel):
+    """Base: frozen, closed, JSON."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Shard(Manifest):
+    """One immutable Arrow file holding the rows ``first_row .. first_row + rows - 1`` of a stage."""
+
+    key: str = Field(description="Object key below the store's root.")
+    first_row: int = Field(ge=0)
+    rows: int = Field(ge=0)
+    bytes: int = Field(ge=0, description="Length of the object.")
+    blake3: str = Field(description="Hex digest of the object.")
+    ids_digest: str = Field(description="blake3 of the sample ids in row order: column groups of one row range agree on it.")
+
+
+class StageManifest(Manifest):
+    """The commit record of one stage of one iteration: the only truth about what the stage produced."""
+
+    format: int = FORMAT_VERSION
+    run: str
+    iteration: int = Field(ge=0)
+    stage: str
+    attempt: str
+    policy_version: int = Field(ge=0, description="The policy that produced (generate) or consumed (update) the rows.")
+    parents: dict[str, str] = Field(default_factory=dict, description="Stage name -> digest of the manifest it read.")
+    shards: tuple[Shard, ...] = ()
+    rows: int = 0
+    tokens: int = Field(default=0, description="Response tokens.")
+    seconds: float = 0.0
+    metrics: dict[str, float] = Field(default_factory=dict)
+    details: dict[str, Any] = Field(default_factory=dict, description="What only this stage knows (weights digest, ...).")
+    digest: str = Field(default="", description="blake3 of the canonical JSON of all other fields.")
+
+
+class StageOutcome(Manifest):
+    """What a stage task hands to the next one."""
+
+    manifest: StageManifest
+    reused: bool = False
+
+
+class ClusterRef(Manifest):
+    """Names of the living actors: prints, hashes and survives a restart of the flow process."""
+
+    namespace: str
+    owner: str = Field(description="Token of the flow that claimed the actors; calls of an older owner are refused.")
+    trainers: tuple[str, ...]
+    engines: tuple[str, ...]
+    rewards: tuple[str, ...]
+
+
+class Progress(Manifest):
+    """Where a run stands, read from the store alone."""
+
+    run: str
+    next_iteration: int = Field(ge=0, description="First iteration without DONE.json.")
+    policy_version: int = Field(ge=0, description="Version after the last committed update, also inside next_iteration.")
+    checkpoint: int = Field(default=0, ge=0, description="Newest committed checkpoint's version; 0 is the base model.")
+
+
+class RunSummary(Manifest):
+    """What a finished run hands back."""
+
+    run: str
+    iterations: int
+    policy_version: int
+    reward_before: float | None = None
+    reward_after: float | None = None
+    sampled_reward_last: float | None = None
+    tokens_per_second: float | None = None
+    seconds: float = 0.0
+    stage_seconds: dict[str, float] = Field(default_factory=dict, description="Mean seconds of each stage.")
+    export: str | None = Field(default=None, description="Folder of the exported HF model.")

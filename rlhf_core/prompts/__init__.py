@@ -1,0 +1,1 @@
+"""Prompt sources, tokenization and the order of prompts."""

@@ -1,0 +1,1 @@
+"""UNITS: one Prefect task a stage; joins core and infra."""
