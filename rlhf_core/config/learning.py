@@ -68,6 +68,8 @@ class OptimConfig(Section):
     """Passes over the experience of an iteration."""
     tokens_per_microbatch: int = Field(default=4096, ge=1)
     """Padded tokens of one forward and backward pass on one rank."""
+    share_prompts: bool = False
+    """Run the samples of a group behind one copy of their prompt. Pays when prompts are long compared with responses."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass."""
 

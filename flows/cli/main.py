@@ -1,0 +1,219 @@
+"""``rlhf``: the command line. Nothing heavy is imported before a command needs it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from flows.cli.errors import EXIT_INTERRUPTED, EXIT_USER, reports_errors, say
+
+if TYPE_CHECKING:
+    from rlhf_core.config import RunConfig
+
+app = typer.Typer(
+    name="rlhf",
+    help="RLHF as a durable workflow: every stage of every iteration is committed, any run can be resumed.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+RunName = Annotated[str, typer.Argument(metavar="RUN", help="Name of the run.")]
+StoreUrl = Annotated[
+    str | None,
+    typer.Option("--store", metavar="URL", help="A folder or s3://bucket/prefix.  [default: .rlhf/store]"),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+@app.command()
+@reports_errors
+def up(
+    wait: Annotated[float, typer.Option(min=1, metavar="SECONDS", help="How long to wait for the services.")] = 90.0,
+    export: Annotated[bool, typer.Option("--export", help="Print variables for a shell's eval.")] = False,
+) -> None:
+    """Start the local services: Prefect server and worker, Ray head."""
+    import shlex
+
+    from infra.services import ServiceStack
+    from infra.settings import load_settings
+
+    stack = ServiceStack(load_settings().home)
+    if not stack.status().running:
+        say(f"starting the local services below {stack.layout.home}")
+    addresses = stack.up(wait)
+    if export:
+        for name, value in addresses.environment.items():
+            print(f"export {name}={shlex.quote(value)}")
+        return
+    print(f"Prefect UI   {addresses.ui_url}")
+    print(f"Prefect API  {addresses.prefect_api_url}")
+    print(f"Ray          {addresses.ray_address}")
+    print(f"logs         {stack.layout.logs}")
+    print('For other programs: eval "$(rlhf up --export)". To end the services: rlhf down')
+
+
+@app.command()
+@reports_errors
+def down() -> None:
+    """End the local services and everything that they started."""
+    from infra.services import ServiceStack
+    from infra.settings import load_settings
+
+    stack = ServiceStack(load_settings().home)
+    stack.down()
+    print(f"the local services below {stack.layout.home} are down")
+
+
+@app.command()
+@reports_errors
+def train(
+    preset: Annotated[str, typer.Argument(metavar="PRESET", help="A TOML file, or the name of a preset: laptop, ...")],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Change a key, as in --set iterations=5"),
+    ] = None,
+    run: Annotated[
+        str | None, typer.Option("--run", metavar="NAME", help="Name of the run; made when left out.")
+    ] = None,
+) -> None:
+    """Train a policy. A run that exists already is continued after its last committed stage."""
+    from flows.cli.presets import load_run_config
+
+    _drive(load_run_config(preset, overrides or [], run))
+
+
+@app.command()
+@reports_errors
+def resume(run: RunName, store: StoreUrl = None) -> None:
+    """Continue a run with the configuration that it was started with."""
+    from tasks.runs import load_config_of
+
+    _drive(load_config_of(_store_url(store), run))
+
+
+@app.command()
+@reports_errors
+def runs(store: StoreUrl = None, as_json: AsJson = False) -> None:
+    """List the runs of a store."""
+    from tasks.runs import list_runs
+
+    from flows.cli import tables
+
+    url = _store_url(store)
+    rows = list_runs(url)
+    if as_json:
+        tables.print_json(rows)
+    elif rows:
+        tables.stdout_console().print(tables.runs_table(rows))
+    else:
+        say(f"no runs in {url}")
+
+
+@app.command()
+@reports_errors
+def show(
+    run: RunName,
+    store: StoreUrl = None,
+    as_json: AsJson = False,
+    everything: Annotated[bool, typer.Option("--all", help="Show every iteration, not the last 20.")] = False,
+) -> None:
+    """Show a run: its iterations and stages, key metrics, rewards, and the next step."""
+    from tasks.runs import describe_run
+
+    from flows.cli import tables
+
+    view = describe_run(_store_url(store), run)
+    if as_json:
+        tables.print_json(tables.run_as_json(view))
+        return
+    console = tables.stdout_console()
+    console.print(tables.run_header(view))
+    if view.stages:
+        console.print()
+        console.print(tables.iterations_table(view.stages, None if everything else tables.ITERATIONS_SHOWN))
+
+
+@app.command()
+@reports_errors
+def rollouts(
+    run: RunName,
+    iteration: Annotated[int, typer.Argument(metavar="ITERATION", min=0, help="Number of the iteration.")],
+    limit: Annotated[int, typer.Option("--limit", min=1, metavar="N", help="How many samples.")] = 8,
+    store: StoreUrl = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show sampled rollouts of an iteration with their rewards."""
+    from tasks.runs import sample_rollouts
+
+    from flows.cli import tables
+
+    samples = sample_rollouts(_store_url(store), run, iteration, limit)
+    if as_json:
+        tables.print_json(samples)
+        return
+    console = tables.stdout_console()
+    for block in tables.rollouts_text(samples):
+        console.print(block)
+
+
+@app.command()
+@reports_errors
+def doctor(store: StoreUrl = None, as_json: AsJson = False) -> None:
+    """Check versions, services, store, disk, memory and GPU; say what is missing and how to get it."""
+    from dataclasses import asdict
+
+    from flows.cli import tables
+    from infra.doctor import run_checks
+
+    checks = run_checks(_store_url(store))
+    if as_json:
+        tables.print_json([asdict(check) for check in checks])
+    else:
+        tables.stdout_console().print(tables.checks_table(checks))
+    if any(check.ok is False for check in checks):
+        raise typer.Exit(EXIT_USER)
+
+
+def _store_url(url: str | None) -> str:
+    if url is not None:
+        return url
+    from rlhf_core.config.place import StorageConfig
+
+    return StorageConfig().url
+
+
+def _drive(config: RunConfig) -> None:
+    """Check, bring up or find the services, train, print the result."""
+    from tasks.preflight import check_before_start
+
+    check_before_start(config)
+    try:
+        from flows.cli.session import open_session
+
+        session = open_session(say)
+        say(f"run {config.run_id}: watch it at {session.ui_url}")
+        # Only now: Prefect and Ray read the environment when they are imported.
+        from flows.train_rlhf import train_rlhf
+
+        summary = train_rlhf(config)
+    except KeyboardInterrupt:
+        store = f" --store {config.storage.url}" if config.storage.url != _store_url(None) else ""
+        say(f"rlhf: interrupted; what is committed is kept. Continue with: rlhf resume {config.run_id}{store}")
+        raise typer.Exit(EXIT_INTERRUPTED) from None
+    from flows.cli import tables
+
+    tables.stdout_console().print(tables.summary_table(summary))
+    if session.local:
+        say(f"the UI stays at {session.ui_url} until `rlhf down`")
+
+
+def main() -> None:
+    """Entry point of the command."""
+    app()
+
+
+if __name__ == "__main__":
+    main()

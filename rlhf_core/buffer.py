@@ -1,0 +1,245 @@
+"""The rollout buffer: shards of Arrow rows, and one commit record a stage that alone says which of them count.
+
+A stage writes shards under its own attempt and then commits a StageManifest by put-if-absent. Until then nothing it
+wrote exists for anybody; afterwards nothing can change it. Readers follow manifests, never listings, and check every
+byte.
+
+The stages of an iteration are column groups: the same rows in the same order, in shards that may be cut differently,
+chained by the digests of the manifests they read, and merged by position.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import pyarrow as pa
+import pyarrow.ipc as ipc
+
+from rlhf_core import layout
+from rlhf_core.errors import ConflictingCommit, CorruptObject
+from rlhf_core.manifests import Shard, StageManifest
+from rlhf_core.ports import ObjectStore
+from rlhf_core.records import commit_record, digest, find_record, load_record
+
+_ROWS_PER_BATCH = 256
+_READ_TRIES = 3
+_READS_AT_ONCE = 4  # a shard is some 20 MiB, so this bounds memory as well as connections
+
+
+def encode(table: pa.Table) -> bytes:
+    """The table as an Arrow IPC file, zstd level 1. The same table gives the same bytes.
+
+    The file format and not the stream: a stream that was cut at a message boundary reads as a shorter table.
+    """
+    options = ipc.IpcWriteOptions(compression=pa.Codec("zstd", 1), unify_dictionaries=True)
+    sink = pa.BufferOutputStream()
+    with ipc.new_file(sink, table.schema, options=options) as writer:
+        writer.write_table(table, max_chunksize=_ROWS_PER_BATCH)
+    return sink.getvalue().to_pybytes()
+
+
+def decode(data: bytes) -> pa.Table:
+    """The table of an Arrow IPC file. CorruptObject if it is none; Arrow has no checksum, so check a digest first."""
+    try:
+        return ipc.open_file(pa.py_buffer(data)).read_all()
+    except (pa.ArrowException, OSError, ValueError) as error:
+        raise CorruptObject(f"{len(data)} bytes are no Arrow IPC file: {error}") from None
+
+
+class StageWriter:
+    """Writes the shards of one attempt at one stage. Any process may hold one; the driver commits.
+
+    Writing the same rows again gives the same key and the same bytes, so a retried write does no harm.
+    """
+
+    def __init__(self, store: ObjectStore, run: str, iteration: int, stage: str, attempt: str) -> None:
+        self.store, self.run, self.iteration = store, layout.check_run(run), iteration
+        self.stage, self.attempt = layout.check_name(stage, "stage"), layout.check_name(attempt, "attempt")
+
+    def write_shard(self, table: pa.Table, first_row: int) -> Shard:
+        """Write the rows ``first_row ..`` of the stage as one object. It counts once a commit names it."""
+        if "sample_id" not in table.column_names:
+            raise ValueError(f"stage {self.stage!r}: a shard needs the column 'sample_id', it has {table.column_names}")
+        data = encode(table)
+        content = digest(data)
+        key = layout.shard(self.run, self.iteration, self.stage, self.attempt, first_row, content)
+        self.store.put(key, data)
+        return Shard(
+            key=key,
+            first_row=first_row,
+            rows=table.num_rows,
+            bytes=len(data),
+            blake3=content,
+            ids_digest=_ids_digest(table),
+        )
+
+
+def commit_stage(store: ObjectStore, manifest: StageManifest) -> tuple[StageManifest, bool]:
+    """Commit the stage, or adopt the attempt that committed it first; returns (what is committed, whether it is ours).
+
+    The shards must cover the rows from 0 without gaps. Their order, ``rows`` and ``digest`` are filled in. Adopting
+    needs the same parents and policy version, else ConflictingCommit. ValueError for gaps, overlaps or a
+    wrong row count.
+    """
+    where = f"{manifest.run} iteration {manifest.iteration} stage {manifest.stage!r}"
+    shards = tuple(sorted(manifest.shards, key=lambda shard: (shard.first_row, shard.rows)))
+    expected = 0
+    for shard in shards:
+        if shard.first_row != expected:
+            problem = "missing" if shard.first_row > expected else "there twice"
+            raise ValueError(
+                f"{where}: rows {min(expected, shard.first_row)} to {max(expected, shard.first_row) - 1} are "
+                f"{problem}: {shard.key} starts at row {shard.first_row}, expected {expected}"
+            )
+        expected += shard.rows
+    if shards and manifest.rows not in (0, expected):
+        raise ValueError(f"{where}: the manifest says {manifest.rows} rows, its shards hold {expected}")
+    ours = manifest.model_copy(update={"shards": shards, "rows": expected if shards else manifest.rows})
+    key = layout.stage_commit(manifest.run, manifest.iteration, manifest.stage)
+    committed, mine = commit_record(store, key, ours)
+    if not mine:
+        for name in ("run", "iteration", "stage", "parents", "policy_version"):
+            theirs, wanted = getattr(committed, name), getattr(ours, name)
+            if theirs != wanted:
+                raise ConflictingCommit(
+                    f"{key} was committed by attempt {committed.attempt!r} with {name} = {theirs!r}, attempt "
+                    f"{ours.attempt!r} has {wanted!r}: it was computed from something else and is not committed"
+                )
+    return committed, mine
+
+
+def load_stage(store: ObjectStore, run: str, iteration: int, stage: str) -> StageManifest:
+    """The committed manifest. NotCommitted if there is none; CorruptObject and IntegrityError as for every record."""
+    key = layout.stage_commit(run, iteration, stage)
+    return _belongs(load_record(store, key, StageManifest), key, run, iteration, stage)
+
+
+def find_stage(store: ObjectStore, run: str, iteration: int, stage: str) -> StageManifest | None:
+    """As load_stage, but None if nobody committed the stage."""
+    key = layout.stage_commit(run, iteration, stage)
+    manifest = find_record(store, key, StageManifest)
+    return None if manifest is None else _belongs(manifest, key, run, iteration, stage)
+
+
+def read_shard(store: ObjectStore, shard: Shard) -> pa.Table:
+    """The rows of a shard, verified: length, blake3, rows and sample ids.
+
+    Read again when damaged, since that may have happened on the way. CorruptObject names the key, also when the object
+    is missing; OSError if the store fails.
+    """
+    problem = ""
+    for _ in range(_READ_TRIES):
+        try:
+            data = store.get(shard.key)
+        except FileNotFoundError:
+            raise CorruptObject(f"{shard.key} is named by a commit but missing in {store.url}") from None
+        if len(data) != shard.bytes:
+            problem = f"has {len(data)} bytes, its commit says {shard.bytes}"
+        elif (found := digest(data)) != shard.blake3:
+            problem = f"has blake3 {found}, its commit says {shard.blake3}"
+        else:
+            return _checked(decode(data), shard)
+    raise CorruptObject(f"{shard.key} in {store.url} {problem} (read {_READ_TRIES} times)")
+
+
+def read_rows(
+    store: ObjectStore,
+    manifests: Sequence[StageManifest],
+    columns: Sequence[str] | None = None,
+    rows: range | None = None,
+) -> pa.Table:
+    """Rows ``rows`` (all by default) of the column groups, merged by position, with ``columns`` (all by default).
+
+    Only shards that overlap ``rows`` are fetched. The groups may be cut differently. CorruptObject if they disagree on
+    the sample ids or on the number of rows; ConflictingCommit if a later group was computed from another first group;
+    ValueError for rows or columns that are not there, a column in two groups, or a manifest without shards.
+    """
+    if not manifests:
+        raise ValueError("read_rows: no manifest given")
+    first = manifests[0]
+    for manifest in manifests:
+        _check_group(manifest, first)
+    wanted = range(first.rows) if rows is None else rows
+    if wanted.step != 1 or wanted.start < 0 or wanted.stop > first.rows or wanted.start > wanted.stop:
+        raise ValueError(
+            f"rows {wanted}: stage {first.stage!r} has the rows 0 to {first.rows - 1}; take a part of them"
+        )
+    groups = _fetch(store, manifests, wanted)
+    merged = groups[0]
+    for manifest, group in zip(manifests[1:], groups[1:], strict=True):
+        if not merged["sample_id"].equals(group["sample_id"]):
+            raise CorruptObject(
+                f"{first.run} iteration {first.iteration}: stage {manifest.stage!r} has other sample ids than "
+                f"{first.stage!r} in the rows {wanted.start} to {wanted.stop - 1}"
+            )
+        for name in group.column_names:
+            if name == "sample_id":
+                continue
+            if name in merged.column_names:
+                raise ValueError(
+                    f"column {name!r} is in stage {manifest.stage!r} and in another stage: read one of them"
+                )
+            merged = merged.append_column(group.schema.field(name), group[name])
+    if columns is None:
+        return merged
+    missing = [name for name in columns if name not in merged.column_names]
+    if missing:
+        stages = ", ".join(manifest.stage for manifest in manifests)
+        raise ValueError(f"columns {missing} are not in the stages {stages}; there are {merged.column_names}")
+    return merged.select(list(columns))
+
+
+def _check_group(manifest: StageManifest, first: StageManifest) -> None:
+    where = f"{manifest.run} iteration {manifest.iteration} stage {manifest.stage!r}"
+    if not manifest.shards:
+        raise ValueError(f"{where} has no shards to read")
+    if manifest.rows != first.rows:
+        raise CorruptObject(f"{where} has {manifest.rows} rows, {first.stage!r} has {first.rows}")
+    if manifest.stage != first.stage and manifest.parents.get(first.stage) != first.digest:
+        raise ConflictingCommit(
+            f"{where} was computed from {first.stage!r} {manifest.parents.get(first.stage)}, not from {first.digest}"
+        )
+
+
+def _fetch(store: ObjectStore, manifests: Sequence[StageManifest], rows: range) -> list[pa.Table]:
+    """The rows of each group. All shards of all groups are read side by side."""
+    needed = [[shard for shard in manifest.shards if _overlaps(shard, rows)] for manifest in manifests]
+    # An empty range still has a schema.
+    needed = [shards or [manifest.shards[0]] for shards, manifest in zip(needed, manifests, strict=True)]
+    with ThreadPoolExecutor(_READS_AT_ONCE, thread_name_prefix="read-rows") as pool:
+        jobs = [[pool.submit(read_shard, store, shard) for shard in shards] for shards in needed]
+        try:
+            tables = [[job.result() for job in group] for group in jobs]
+        except BaseException:
+            pool.shutdown(wait=True, cancel_futures=True)  # one damaged shard decides: do not fetch the others
+            raise
+    merged = []
+    for shards, parts in zip(needed, tables, strict=True):
+        start = rows.start - shards[0].first_row if rows else 0
+        merged.append(pa.concat_tables(parts).slice(start, len(rows)))
+    return merged
+
+
+def _overlaps(shard: Shard, rows: range) -> bool:
+    return shard.first_row < rows.stop and rows.start < shard.first_row + shard.rows
+
+
+def _checked(table: pa.Table, shard: Shard) -> pa.Table:
+    if table.num_rows != shard.rows:
+        raise CorruptObject(f"{shard.key} holds {table.num_rows} rows, its commit says {shard.rows}")
+    if "sample_id" not in table.column_names or _ids_digest(table) != shard.ids_digest:
+        raise CorruptObject(f"{shard.key} holds other sample ids than its commit says")
+    return table
+
+
+def _ids_digest(table: pa.Table) -> str:
+    return digest(b"\0".join(sample.encode() for sample in table["sample_id"].to_pylist()))
+
+
+def _belongs(manifest: StageManifest, key: str, run: str, iteration: int, stage: str) -> StageManifest:
+    if (manifest.run, manifest.iteration, manifest.stage) != (run, iteration, stage):
+        raise CorruptObject(
+            f"{key} holds the commit of {manifest.run} iteration {manifest.iteration} stage {manifest.stage!r}"
+        )
+    return manifest

@@ -1,0 +1,225 @@
+"""The inference engine: vLLM in the caller's process. This module and ``vllm_worker`` are the only ones that know vLLM.
+
+In-process on purpose (``VLLM_ENABLE_V1_MULTIPROCESSING=0``): behind vLLM's own process boundary the host spends more time on
+shipping logprobs than the device on producing tokens (docs/gpu-results.md).
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from rlhf_core.engines.weights import BucketSpec
+from rlhf_core.errors import IntegrityError, StaleEngine
+
+_EXTENSION = "rlhf_core.engines.vllm_worker.PolicyReceiver"
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """Everything an engine needs to start."""
+
+    model: str
+    dtype: str
+    max_model_len: int
+    max_num_seqs: int
+    seed: int = 0
+    device: str = "cpu"
+    tensor_parallel: int = 1
+    memory_fraction: float = 0.4
+    kv_cache_gib: float = 1.0
+    sleep: bool = False
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How to sample. ``temperature`` 0 is greedy."""
+
+    samples: int
+    max_new_tokens: int
+    temperature: float
+    logprobs: bool = True
+
+
+@dataclass(frozen=True)
+class FinishedGroup:
+    """All samples of one prompt. ``index`` is the prompt's position in the request; lists run over the samples."""
+
+    index: int
+    token_ids: list[list[int]]
+    logprobs: list[list[float]]
+    finish_reasons: list[str]
+    seconds: float
+
+
+def to_vllm_args(settings: EngineSettings) -> dict[str, Any]:
+    """Keyword arguments of ``vllm.LLM`` for these settings. Pure; the user's ``options`` win."""
+    args: dict[str, Any] = {
+        "model": settings.model,
+        "dtype": settings.dtype,
+        "max_model_len": settings.max_model_len,
+        "max_num_seqs": settings.max_num_seqs,
+        "seed": settings.seed,
+        "tensor_parallel_size": settings.tensor_parallel,
+        "logprobs_mode": "processed_logprobs",  # after temperature: the distribution that was sampled from
+        "worker_extension_cls": _EXTENSION,
+        "disable_log_stats": True,
+        "enable_prefix_caching": True,
+    }
+    if settings.device == "cpu":
+        args |= {"enforce_eager": True}  # compiling costs a minute and gains nothing at this size
+    else:
+        args |= {"gpu_memory_utilization": settings.memory_fraction, "enable_sleep_mode": settings.sleep}
+    if settings.tensor_parallel > 1:
+        args |= {"distributed_executor_backend": "ray"}
+    return args | settings.options
+
+
+def engine_environment(settings: EngineSettings) -> dict[str, str]:
+    """Environment that vLLM reads when it starts."""
+    environment = {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # CUDA IPC handles are RPC arguments; workers are our own processes
+    }
+    if settings.device == "cpu":
+        environment |= {
+            "VLLM_CPU_KVCACHE_SPACE": f"{max(1, round(settings.kv_cache_gib))}",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the trainer shares the cores
+        }
+    return environment
+
+
+class VllmEngine:
+    """One engine holding one policy version; anything asked of another version is refused."""
+
+    def __init__(self, settings: EngineSettings) -> None:
+        os.environ.update(engine_environment(settings))  # vLLM has no other way to be told
+        from vllm import LLM
+
+        self.settings = settings
+        self.llm = LLM(**to_vllm_args(settings))
+        self.version: int | None = 0  # what the model folder holds; None while an update is under way or has failed
+        self.asleep = False
+        self._requests = 0
+
+    def require(self, version: int) -> None:
+        """StaleEngine unless the engine serves exactly ``version`` and is awake."""
+        if self.version != version:
+            raise StaleEngine(f"the engine serves policy version {self.version}, not {version}: sync it first")
+        if self.asleep:
+            raise StaleEngine("the engine sleeps: wake it before it generates")
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling, version: int, seed: int | None = None
+    ) -> Iterator[FinishedGroup]:
+        """Sample every prompt; groups come out as they finish, not in order.
+
+        ``prompts`` are token ids. Logprobs are those of the sampled tokens, after temperature. With ``seed`` the samplers are
+        seeded first, which makes the call repeatable on the same engine for the same prompts.
+        """
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        self.require(version)
+        if seed is not None:
+            self.llm.collective_rpc("rlhf_seed", args=(seed % 2**63,))
+        params = SamplingParams(
+            n=sampling.samples,
+            max_tokens=sampling.max_new_tokens,
+            temperature=sampling.temperature,
+            logprobs=0 if sampling.logprobs else None,
+            flat_logprobs=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        started: dict[str, tuple[int, float]] = {}
+        for index, prompt in enumerate(prompts):
+            self._requests += 1
+            name = f"r{self._requests}"
+            started[name] = (index, time.monotonic())
+            self.llm.llm_engine.add_request(name, {"prompt_token_ids": list(prompt)}, params)
+        try:
+            yield from self._collect(started, sampling)
+        finally:
+            if started:  # the caller gave up: nothing of this call may run on
+                self.llm.llm_engine.abort_request(list(started))
+
+    def _collect(self, started: dict[str, tuple[int, float]], sampling: Sampling) -> Iterator[FinishedGroup]:
+        while started:
+            for output in self.llm.llm_engine.step():
+                if not output.finished:
+                    continue
+                index, since = started.pop(output.request_id)
+                samples = sorted(output.outputs, key=lambda o: o.index)
+                if len(samples) != sampling.samples:
+                    raise IntegrityError(f"vLLM returned {len(samples)} of {sampling.samples} samples of a prompt")
+                yield FinishedGroup(
+                    index=index,
+                    token_ids=[list(s.token_ids) for s in samples],
+                    logprobs=[list(s.logprobs.logprobs) for s in samples] if sampling.logprobs else [],
+                    finish_reasons=[str(s.finish_reason) for s in samples],
+                    seconds=time.monotonic() - since,
+                )
+
+    def sequence_logprobs(self, sequences: Sequence[Sequence[int]], version: int) -> list[np.ndarray]:
+        """Logprobs at temperature 1 of tokens 1.. of each sequence given what precedes them, float32 [len - 1]."""
+        from vllm import SamplingParams
+
+        self.require(version)
+        params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False, skip_reading_prefix_cache=True)
+        outputs = self.llm.generate([{"prompt_token_ids": list(s)} for s in sequences], params, use_tqdm=False)
+        result = []
+        for sequence, output in zip(sequences, outputs, strict=True):
+            rows = output.prompt_logprobs[1:]
+            values = [row[token].logprob for row, token in zip(rows, sequence[1:], strict=True)]
+            result.append(np.asarray(values, dtype=np.float32))
+        return result
+
+    def begin_update(self) -> None:
+        """Open a weight update; until it is finished the engine serves no version at all."""
+        self.version = None
+        self.llm.collective_rpc("rlhf_begin_update")
+
+    def load_bucket(self, spec: BucketSpec, payload: Any) -> None:
+        """Load one packed bucket into every worker."""
+        self.llm.collective_rpc("rlhf_load_bucket", args=(spec, payload))
+
+    def finish_update(self, version: int, digest: str) -> str:
+        """Close the update. IntegrityError, and no version served, unless every worker received exactly ``digest``."""
+        received = set(self.llm.collective_rpc("rlhf_finish_update"))
+        if received != {digest}:
+            raise IntegrityError(
+                f"policy version {version} did not arrive intact: the trainer's digest is {digest}, "
+                f"the engine's workers received {sorted(received)}"
+            )
+        self.llm.reset_prefix_cache()  # cached keys and values belong to the old weights
+        self.version = version
+        return digest
+
+    def sleep(self, discard_weights: bool) -> None:
+        """Give the device's memory back. ``discard_weights``: the next sync overwrites them, so nothing is copied out."""
+        if self.settings.sleep and not self.asleep:
+            self.llm.sleep(level=2 if discard_weights else 1)
+            self.asleep = True
+            if discard_weights:
+                self.version = None
+
+    def wake(self, tags: tuple[str, ...] | None = None) -> None:
+        """Take the device's memory again; ``tags`` as in vLLM (``weights``, ``kv_cache``), None for all."""
+        if self.settings.sleep and self.asleep:
+            self.llm.wake_up(tags=list(tags) if tags else None)
+            self.asleep = tags is not None and "kv_cache" not in tags
+
+    def close(self) -> None:
+        """Release the engine's memory."""
+        engine_core = getattr(self.llm.llm_engine, "engine_core", None)
+        if engine_core is not None:
+            engine_core.shutdown()

@@ -1,0 +1,79 @@
+"""What runs inside every vLLM worker: receiving weights, and seeding.
+
+Loaded by vLLM through ``worker_extension_cls`` and mixed into its worker class. The names carry the prefix ``rlhf_``
+because vLLM refuses an extension whose attributes clash with the worker's own.
+
+Live models are updated with vLLM's layerwise reload, never with a bare ``load_weights``: on CPU the linear weights were
+repacked for the kernels and have lost their loaders, and on mixture-of-experts models a second bare load corrupts silently.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from rlhf_core.engines.weights import BucketSpec, WeightsDigest, unpack
+from rlhf_core.errors import IntegrityError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class PolicyReceiver:
+    """Mixed into vLLM's worker; ``self.model_runner`` and ``self.vllm_config`` are the worker's."""
+
+    model_runner: Any
+    vllm_config: Any
+
+    def rlhf_begin_update(self) -> None:
+        """Open a weight update. The model must not serve until it is finished."""
+        from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+
+        self.rlhf_digest = WeightsDigest()
+        with self._rlhf_context():
+            initialize_layerwise_reload(self.model_runner.get_model())
+
+    def rlhf_load_bucket(self, spec: BucketSpec, payload: Any) -> None:
+        """Load one packed bucket. ``payload`` is a uint8 numpy array, or a CUDA IPC handle (rebuild function, arguments)."""
+        device = next(iter(self.model_runner.get_model().parameters())).device
+        flat = self._rlhf_open(payload, device)
+        items = []
+        for name, tensor in unpack(spec, flat):
+            self.rlhf_digest.add(name, tensor)
+            # Layers keep references to what they were given until all of their parts have arrived, which may be in a later
+            # bucket; the sender reuses the memory behind an IPC handle, so those tensors must be copies.
+            items.append((name, tensor.clone() if device.type == "cuda" else tensor))
+        with self._rlhf_context():
+            self.model_runner.get_model().load_weights(items)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    def rlhf_finish_update(self) -> str:
+        """Close the update; returns the digest of everything that was received."""
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
+        with self._rlhf_context():
+            finalize_layerwise_reload(self.model_runner.get_model(), self.vllm_config.model_config)
+        if not self.rlhf_digest.checksums:
+            raise IntegrityError("a weight update was finished without a single bucket")
+        return self.rlhf_digest.hexdigest()
+
+    def rlhf_seed(self, seed: int) -> None:
+        """Seed the sampler's generators of this worker."""
+        torch.manual_seed(seed)
+
+    def _rlhf_context(self) -> Any:
+        from vllm.config import set_current_vllm_config
+
+        return set_current_vllm_config(self.vllm_config)
+
+    @staticmethod
+    def _rlhf_open(payload: Any, device: torch.device) -> Tensor:
+        if isinstance(payload, tuple):
+            rebuild, arguments = payload
+            arguments = list(arguments)
+            arguments[6] = device.index or 0  # the sender's device index means nothing in this process
+            return rebuild(*arguments)
+        flat = torch.from_numpy(payload)
+        return flat.to(device) if device.type == "cuda" else flat

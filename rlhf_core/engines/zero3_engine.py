@@ -1,0 +1,340 @@
+"""The training engine: one DeepSpeed ZeRO-3 rank. The only module that knows DeepSpeed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlhf_core.algorithms.batching import minibatches, plan_microbatches
+from rlhf_core.algorithms.correction import importance_weights
+from rlhf_core.algorithms.kl import token_kl
+from rlhf_core.algorithms.losses import add_kl, policy_loss
+from rlhf_core.algorithms.masked import Denominators, count, length_mask, masked_sum, pad_rows
+from rlhf_core.config.learning import AlgorithmConfig, OptimConfig
+from rlhf_core.engines.policy_model import PolicyModel, exported_name, load_policy
+from rlhf_core.engines.rows import TokenRows, gather_rows, units_of
+from rlhf_core.engines.weights import BucketSpec, WeightsDigest, pack, plan_buckets
+from rlhf_core.errors import NumericsError
+from rlhf_core.metrics import Mean, Metric, Sum, merge_metrics
+
+#: Elements of ZeRO's reduce bucket. DeepSpeed's default of 5e8 would allocate 1 GB for a small model.
+_REDUCE_BUCKET = 50_000_000
+
+
+@dataclass(frozen=True)
+class TrainerSettings:
+    """Everything a rank needs to start."""
+
+    model: str
+    dtype: str
+    device: str
+    rank: int
+    world_size: int
+    master: str
+    optim: OptimConfig
+    algorithm: AlgorithmConfig
+    temperature: float
+    max_new_tokens: int
+    seed: int
+    timeout_seconds: float
+
+
+@dataclass(frozen=True)
+class Experience:
+    """What an update learns from: N rows in order; ragged float columns share the responses' offsets."""
+
+    tokens: TokenRows
+    groups: Tensor
+    """[N] int64 position of the row's prompt in the iteration."""
+    behaviour_logprobs: Tensor
+    old_logprobs: Tensor
+    advantages: Tensor
+    scored: Tensor
+    """[N] bool: the row has a reward; the others count in no denominator and teach nothing."""
+    ref_logprobs: Tensor | None = None
+
+    @property
+    def active(self) -> Tensor:
+        """[N] bool: rows with a gradient. Without a KL term, advantage 0 means none."""
+        if self.ref_logprobs is not None:
+            return self.scored
+        lengths = self.tokens.response_lengths
+        row = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
+        largest = torch.zeros(len(lengths)).scatter_reduce(0, row, self.advantages.abs(), "amax")
+        return self.scored & (largest > 0)
+
+
+def to_deepspeed_config(optim: OptimConfig, dtype: str, device: str) -> dict[str, Any]:
+    """DeepSpeed's configuration. Pure. Gradients accumulate and reduce in float32 whatever the weights are."""
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,  # boundaries are set by hand: their number differs from step to step
+        "gradient_clipping": optim.max_grad_norm,
+        "bf16": {"enabled": dtype == "bfloat16"},
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "communication_data_type": "fp32",
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "zero_optimization": {
+            "stage": 3,
+            "overlap_comm": device != "cpu",
+            "contiguous_gradients": True,
+            "reduce_bucket_size": _REDUCE_BUCKET,
+            "stage3_prefetch_bucket_size": _REDUCE_BUCKET,
+            "stage3_param_persistence_threshold": 100_000,
+        },
+        "wall_clock_breakdown": False,
+        "steps_per_print": 1_000_000_000,
+    }
+
+
+class Zero3Engine:
+    """One rank. Every method that runs the model or moves parameters must be called on all ranks."""
+
+    def __init__(self, settings: TrainerSettings) -> None:
+        self.settings = settings
+        _join(settings)
+        import deepspeed
+
+        policy = load_policy(settings.model, settings.dtype, settings.optim.gradient_checkpointing)
+        optim = settings.optim
+        optimizer = torch.optim.AdamW(
+            [p for p in policy.parameters() if p.requires_grad],
+            lr=optim.learning_rate,
+            betas=optim.betas,
+            eps=optim.epsilon,
+            weight_decay=optim.weight_decay,
+        )
+        config = to_deepspeed_config(optim, settings.dtype, settings.device)
+        self.engine, *_ = deepspeed.initialize(model=policy, optimizer=optimizer, config=config)
+        self.policy: PolicyModel = self.engine.module
+        self.device = torch.device(self.engine.device)
+        self.steps = 0
+        self.reference = self._load_reference() if settings.algorithm.kl_coef > 0 else None
+        self._parameters = {exported_name(n): p for n, p in self.policy.named_parameters()}
+
+    def _load_reference(self) -> Any:
+        import deepspeed
+
+        reference = load_policy(self.settings.model, self.settings.dtype, gradient_checkpointing=False).eval()
+        config = to_deepspeed_config(self.settings.optim, self.settings.dtype, self.settings.device)
+        config["zero_optimization"] = {"stage": 3, "stage3_param_persistence_threshold": 100_000}
+        engine, *_ = deepspeed.initialize(model=reference, config=config)
+        return engine
+
+    @torch.no_grad()
+    def logprobs(
+        self, rows: TokenRows, microbatches: Sequence[Sequence[Sequence[int]]], temperature: float, reference: bool = False
+    ) -> dict[int, tuple[Tensor, Tensor]]:
+        """Forward passes over this rank's micro-batches of units: row -> (logprobs, entropies), float32 on the CPU."""
+        engine = self.reference if reference else self.engine
+        if engine is None:
+            raise RuntimeError("no reference model was loaded: algorithm.kl_coef is 0")
+        engine.eval()
+        result: dict[int, tuple[Tensor, Tensor]] = {}
+        for units in microbatches:
+            batch = rows.batch(units).to(self.device)
+            logprobs, entropy = engine(batch, temperature)
+            sizes, indices = batch.lengths_K.tolist(), [row for unit in units for row in unit]
+            parts = zip(indices, logprobs.cpu().split(sizes), entropy.cpu().split(sizes), strict=False)
+            result.update({row: (lp, en) for row, lp, en in parts})
+        engine.train()
+        return result
+
+    def plan(self, tokens: TokenRows, units: Sequence[Sequence[int]]) -> list[list[list[list[int]]]]:
+        """Micro-batches of units for every rank; the same number for each."""
+        if not units:
+            return [[] for _ in range(self.settings.world_size)]
+        lengths, responses = tokens.unit_lengths(units)
+        plan = plan_microbatches(
+            lengths.numpy(),
+            [True] * len(units),
+            self.settings.world_size,
+            self.settings.optim.tokens_per_microbatch,
+            response_lengths=responses.numpy(),
+        )
+        return [[[list(units[u]) for u in microbatch] for microbatch in rank] for rank in plan]
+
+    def update(
+        self, experience: Experience, groups: int, iteration: int, progress: Callable[[float], None] | None = None
+    ) -> dict[str, Metric]:
+        """All optimizer steps of one iteration. Returns this rank's metrics; raises NumericsError on a NaN or Inf.
+
+        The experience is the same on every rank; each takes its share of every step.
+        """
+        optim, settings = self.settings.optim, self.settings
+        parts: list[dict[str, Metric]] = []
+        for epoch in range(optim.epochs):
+            order = minibatches(groups, optim.updates_per_iteration, (settings.seed, iteration, epoch))
+            for number, chosen in enumerate(order):
+                rows = torch.isin(experience.groups, torch.tensor(chosen)).nonzero().squeeze(-1)
+                parts.append(self._step(experience, rows))
+                if progress is not None:
+                    progress((epoch * len(order) + number + 1) / (optim.epochs * len(order)))
+        return merge_metrics(parts)
+
+    def _step(self, experience: Experience, rows: Tensor) -> dict[str, Metric]:
+        settings, tokens = self.settings, experience.tokens
+        responses = tokens.response_lengths[rows]
+        learns = experience.active[rows] & (responses > 0)
+        units = units_of(rows[learns].tolist(), experience.groups, settings.optim.share_prompts)
+        plan = self.plan(tokens, units)[settings.rank]
+        if not plan:  # nothing to learn from in this step: the weights and the optimizer stay as they are
+            return {"update/skipped_steps": Sum(1.0 if settings.rank == 0 else 0.0)}
+        for group in self.engine.optimizer.param_groups:
+            group["lr"] = self.learning_rate(self.steps + 1)
+        denominators = count(responses[experience.scored[rows]].numpy(), norm_length=settings.max_new_tokens)
+        parts = []
+        for number, local in enumerate(plan):
+            parts.append(self._microbatch(experience, local, denominators, last=number == len(plan) - 1))
+        return merge_metrics([*parts, self._apply()])
+
+    def _microbatch(
+        self, experience: Experience, units: list[list[int]], denominators: Denominators, last: bool
+    ) -> dict[str, Metric]:
+        settings, algorithm = self.settings, self.settings.algorithm
+        rows = [row for unit in units for row in unit]
+        batch = experience.tokens.batch(units).to(self.device)
+        self.engine.set_gradient_accumulation_boundary(last)
+        flat, entropy = self.engine(batch, settings.temperature)
+        width = max(1, int(batch.lengths_K.max()))
+        mask = length_mask(batch.lengths_K, width)
+
+        def column(values: Tensor) -> Tensor:
+            offsets = experience.tokens.response_offsets
+            part = gather_rows(values, offsets, rows) if rows else values[:0]
+            return pad_rows(part.to(self.device), batch.lengths_K, width)
+
+        logprobs, old = pad_rows(flat, batch.lengths_K, width), column(experience.old_logprobs)
+        weights = None
+        if algorithm.importance_cap is not None:
+            weights = importance_weights(old, column(experience.behaviour_logprobs), mask, algorithm.importance_cap)
+        loss, stats = policy_loss(
+            logprobs, old, column(experience.advantages), mask,
+            clip_low=algorithm.clip_low, clip_high=algorithm.clip_high, weights_BT=weights,
+            mode=algorithm.aggregation, denominators=denominators,
+        )  # fmt: skip
+        metrics: dict[str, Metric] = stats.as_metrics()
+        if experience.ref_logprobs is not None:
+            kl, clamped = token_kl(logprobs, column(experience.ref_logprobs), mask, algorithm.kl_estimator)
+            loss, _ = add_kl(
+                loss, kl, mask, kl_coef=algorithm.kl_coef, mode=algorithm.aggregation, denominators=denominators
+            )
+            metrics["policy/reference_kl"] = Mean(float(masked_sum(kl, mask)), float(mask.sum()))
+            metrics["policy/reference_kl_clamped"] = Sum(float(clamped))
+        value = float(loss.detach())
+        if not torch.isfinite(loss.detach()):
+            raise NumericsError(f"rank {settings.rank}: the loss is {value} in rows {rows[:8]}")
+        # DeepSpeed averages gradients over ranks; the loss is already a share of a global mean.
+        self.engine.backward(loss * settings.world_size)
+        self.engine.step()
+        metrics["policy/loss"] = Sum(value)
+        metrics["policy/entropy"] = Mean(float(entropy.detach().sum()), float(entropy.numel()))
+        return metrics
+
+    def _apply(self) -> dict[str, Metric]:
+        """Bookkeeping after the optimizer step that the last micro-batch triggered."""
+        self.steps += 1
+        norm = float(self.engine.get_global_grad_norm())
+        if not torch.isfinite(torch.tensor(norm)):
+            raise NumericsError(f"rank {self.settings.rank}: the gradient norm is {norm} at step {self.steps}")
+        mine = 1.0 if self.settings.rank == 0 else 0.0  # the norm is global: count it once
+        return {
+            "update/grad_norm": Mean(norm * mine, mine),
+            "update/learning_rate": Mean(self.learning_rate(self.steps) * mine, mine),
+            "update/steps": Sum(mine),
+        }
+
+    def learning_rate(self, step: int) -> float:
+        """Learning rate of optimizer step 1, 2, ...: linear warm-up, then constant."""
+        optim = self.settings.optim
+        return optim.learning_rate * min(1.0, step / optim.warmup_steps if optim.warmup_steps else 1.0)
+
+    def buckets(self, max_bytes: int) -> Iterator[tuple[BucketSpec, Tensor]]:
+        """Gather the policy bucket by bucket: (layout, flat uint8 [bytes]). The tensor is reused by the next one."""
+        from deepspeed import zero
+
+        dtype = getattr(torch, self.settings.dtype)
+        specs = plan_buckets(((n, dtype, tuple(p.ds_shape)) for n, p in self._parameters.items()), max_bytes)
+        flat = torch.zeros(max((s.bytes for s in specs), default=0), dtype=torch.uint8, device=self.device)
+        for spec in specs:
+            gathered = {entry.name: self._parameters[entry.name] for entry in spec.entries}
+            with zero.GatheredParameters(list(gathered.values())):
+                used = pack(spec, {name: p.detach() for name, p in gathered.items()}, flat)
+            yield spec, used
+
+    def digest(self, max_bytes: int = 256 << 20) -> str:
+        """Digest of the whole policy; the same on every rank and in every engine."""
+        from rlhf_core.engines.weights import unpack
+
+        digest = WeightsDigest()
+        for spec, flat in self.buckets(max_bytes):
+            for name, tensor in unpack(spec, flat):
+                digest.add(name, tensor)
+        return digest.hexdigest()
+
+    def state_dict(self) -> dict[str, Tensor] | None:
+        """The whole policy on the CPU of rank 0, by Hugging Face names; None on other ranks."""
+        from rlhf_core.engines.weights import unpack
+
+        result: dict[str, Tensor] = {}
+        for spec, flat in self.buckets(256 << 20):
+            if self.settings.rank == 0:
+                result.update({name: tensor.cpu().clone() for name, tensor in unpack(spec, flat)})
+        return result if self.settings.rank == 0 else None
+
+    def save(self, folder: str, tag: str) -> None:
+        """Write this rank's part of a checkpoint below ``folder/tag``; collective. No ``latest`` file: it is no commit."""
+        self.engine.save_checkpoint(folder, tag=tag, client_state={"steps": self.steps}, save_latest=False)
+
+    def load(self, folder: str, tag: str) -> None:
+        """Read a checkpoint written by ``save`` with the same number of ranks; collective."""
+        path, state = self.engine.load_checkpoint(folder, tag=tag)
+        if path is None or state is None:
+            raise FileNotFoundError(f"no checkpoint {tag!r} below {folder!r}")
+        self.steps = int(state["steps"])
+
+    def offload(self) -> None:
+        """Move weights, gradients and optimizer to the host while the engine generates on the same GPU."""
+        if self.settings.device != "cpu":
+            self.engine.offload_states()
+            torch.cuda.empty_cache()
+
+    def reload(self) -> None:
+        """Bring everything back to the GPU."""
+        if self.settings.device != "cpu":
+            self.engine.reload_states()
+
+    def close(self) -> None:
+        """Leave the process group."""
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+
+
+def _join(settings: TrainerSettings) -> None:
+    """Enter the process group of the ranks."""
+    from datetime import timedelta
+
+    host, _, port = settings.master.rpartition(":")
+    os.environ.update(
+        MASTER_ADDR=host,
+        MASTER_PORT=port,
+        RANK=str(settings.rank),
+        WORLD_SIZE=str(settings.world_size),
+        LOCAL_RANK="0",
+        DS_ACCELERATOR="cpu" if settings.device == "cpu" else "cuda",
+    )
+    import deepspeed
+
+    torch.manual_seed(settings.seed)
+    deepspeed.init_distributed(
+        dist_backend="gloo" if settings.device == "cpu" else "nccl",
+        auto_mpi_discovery=False,
+        timeout=timedelta(seconds=settings.timeout_seconds),
+        verbose=False,
+    )

@@ -1,0 +1,162 @@
+"""Every object key of the system, as pure functions. Nobody else spells a key.
+
+::
+
+    runs/{run}/
+        run.json                                        the run's record (configuration, lineage)
+        lease/{epoch}.json, lease/{epoch}.beat.json     who drives the run
+        prompts/{name}
+        iterations/{iteration}/
+            data/{stage}/{attempt}/{first_row}-{digest16}.arrow   immutable; counts only where a commit names it
+            commits/{stage}.json                        put-if-absent: the truth about the stage
+            DONE.json                                   put-if-absent: the truth about the iteration
+        checkpoints/{version}/{attempt}/{relpath}
+        checkpoints/commits/{version}.json              put-if-absent
+        evaluations/{name}.json
+        export/{relpath}
+        summary.json
+
+Numbers are zero-padded, so keys sort as numbers do.
+"""
+
+from __future__ import annotations
+
+import re
+
+from rlhf_core.config.run import RUN_ID_PATTERN
+from rlhf_core.errors import UserError
+
+_RUN = re.compile(RUN_ID_PATTERN)
+_NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9_-]|\.[A-Za-z0-9_-])*")
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+_CHECKPOINT_COMMIT = re.compile(r"runs/[^/]+/checkpoints/commits/(\d{10,})\.json")
+_LONGEST_NAME = 63
+#: Characters of a digest in a shard's name.
+DIGEST_CHARACTERS = 16
+
+
+def check_run(run: str) -> str:
+    """Return the run id. UserError if it cannot be a key, a folder and an actor namespace."""
+    if not isinstance(run, str) or len(run) > _LONGEST_NAME or not _RUN.fullmatch(run):
+        raise UserError(
+            f"run id {run!r}: use letters, digits, '-', '_' and single dots inside, at most {_LONGEST_NAME}"
+        )
+    return run
+
+
+def check_name(name: str, what: str = "name") -> str:
+    """Return a stage, attempt or evaluation name. ValueError if it is not one simple key segment."""
+    if not isinstance(name, str) or len(name) > _LONGEST_NAME or not _NAME.fullmatch(name):
+        raise ValueError(
+            f"{what} {name!r}: use letters, digits, '-', '_' and single dots inside, at most {_LONGEST_NAME}"
+        )
+    return name
+
+
+def check_relpath(relpath: str) -> str:
+    """Return a relative path with ``/``. ValueError if it is absolute, empty or leaves its folder."""
+    parts = relpath.split("/")
+    if not relpath or "\\" in relpath or any(not part or part == "." or ".." in part for part in parts):
+        raise ValueError(f"relative path {relpath!r}: use names separated by '/', without '..', and no leading '/'")
+    return relpath
+
+
+def run_root(run: str) -> str:
+    """Folder of the run."""
+    return f"runs/{check_run(run)}"
+
+
+def run_record(run: str) -> str:
+    """The run's own record: its configuration and lineage."""
+    return f"{run_root(run)}/run.json"
+
+
+def lease(run: str, epoch: int) -> str:
+    """The claim of the driver of this epoch; epochs count from 1."""
+    return f"{run_root(run)}/lease/{_number(epoch, 6, 'epoch')}.json"
+
+
+def heartbeat(run: str, epoch: int) -> str:
+    """The heartbeat of the driver of this epoch. The only object that is rewritten."""
+    return f"{run_root(run)}/lease/{_number(epoch, 6, 'epoch')}.beat.json"
+
+
+def prompts(run: str, relpath: str) -> str:
+    """An object about the run's prompts."""
+    return f"{run_root(run)}/prompts/{check_relpath(relpath)}"
+
+
+def iteration_root(run: str, iteration: int) -> str:
+    """Folder of one iteration."""
+    return f"{run_root(run)}/iterations/{_number(iteration, 6, 'iteration')}"
+
+
+def stage_commit(run: str, iteration: int, stage: str) -> str:
+    """The commit record (StageManifest) of one stage."""
+    return f"{iteration_root(run, iteration)}/commits/{check_name(stage, 'stage')}.json"
+
+
+def stage_data(run: str, iteration: int, stage: str) -> str:
+    """Folder of the shards of all attempts at one stage."""
+    return f"{iteration_root(run, iteration)}/data/{check_name(stage, 'stage')}"
+
+
+def shard(run: str, iteration: int, stage: str, attempt: str, first_row: int, digest: str) -> str:
+    """One Arrow file, named by its first row and the blake3 of its content (64 hex digits)."""
+    if not _DIGEST.fullmatch(digest):
+        raise ValueError(f"digest {digest!r} is not 64 hex digits")
+    folder = f"{stage_data(run, iteration, stage)}/{check_name(attempt, 'attempt')}"
+    return f"{folder}/{_number(first_row, 8, 'first_row')}-{digest[:DIGEST_CHARACTERS]}.arrow"
+
+
+def iteration_done(run: str, iteration: int) -> str:
+    """The record that ends an iteration."""
+    return f"{iteration_root(run, iteration)}/DONE.json"
+
+
+def checkpoint_commits(run: str) -> str:
+    """Folder of the commit records of all checkpoints."""
+    return f"{run_root(run)}/checkpoints/commits"
+
+
+def checkpoint_commit(run: str, version: int) -> str:
+    """The commit record of the checkpoint of one policy version."""
+    return f"{checkpoint_commits(run)}/{_number(version, 10, 'version')}.json"
+
+
+def checkpoint_version(key: str) -> int | None:
+    """The policy version of a checkpoint's commit record, None for any other key."""
+    match = _CHECKPOINT_COMMIT.fullmatch(key)
+    return int(match[1]) if match else None
+
+
+def checkpoint_root(run: str, version: int) -> str:
+    """Folder of the files of all attempts at one checkpoint."""
+    return f"{run_root(run)}/checkpoints/{_number(version, 10, 'version')}"
+
+
+def checkpoint_file(run: str, version: int, attempt: str, relpath: str) -> str:
+    """One file of one attempt at a checkpoint."""
+    return f"{checkpoint_root(run, version)}/{check_name(attempt, 'attempt')}/{check_relpath(relpath)}"
+
+
+def evaluation(run: str, name: str) -> str:
+    """The record of one evaluation."""
+    return f"{run_root(run)}/evaluations/{check_name(name, 'evaluation')}.json"
+
+
+def summary(run: str) -> str:
+    """The RunSummary of a finished run."""
+    return f"{run_root(run)}/summary.json"
+
+
+def export(run: str, relpath: str) -> str:
+    """One file of the exported model."""
+    return f"{run_root(run)}/export/{check_relpath(relpath)}"
+
+
+def _number(value: int, digits: int, what: str) -> str:
+    # bool is an int, and a numpy integer or a float would format differently
+    if type(value) is not int or value < 0:
+        raise ValueError(f"{what} {value!r}: a non-negative int is needed")
+    return f"{value:0{digits}d}"

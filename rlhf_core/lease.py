@@ -1,0 +1,300 @@
+"""One driver per run: a lease in the object store that needs only put, create, get and exists.
+
+The driver of epoch n owns ``lease/{n}.json``, made by put-if-absent, and rewrites a heartbeat beside it from a
+background thread. Whoever creates epoch n + 1 has taken over; the driver of epoch n finds that out by ``check()`` and
+must stop.
+The lease saves work and gives clear errors; it is not what keeps the data safe, every commit is put-if-absent too.
+
+When a lease counts as free, and the clocks behind it:
+
+* its holder released it;
+* its holder ran on this host and that process is gone (process id and start time, so a reused id does not count);
+* it expired: the heartbeat's timestamp is older than its ttl by our clock. On the same host that is one clock, so it
+  decides alone. For another host the clocks may differ, so the heartbeat is then watched for a third of the ttl, more
+  than one beat, and a counter that still changes means a living holder. A holder whose clock runs ahead only makes the
+  takeover later, never wrong.
+
+Same host means the same host name; containers that share one but not their process ids must not drive the same run.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+import time
+import uuid
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from types import TracebackType
+from typing import Self
+
+import psutil
+from pydantic import Field
+
+from rlhf_core import layout
+from rlhf_core.errors import FencedOut, RunLocked
+from rlhf_core.manifests import FORMAT_VERSION, Manifest
+from rlhf_core.ports import ObjectStore
+from rlhf_core.records import canonical, commit_record, find_record, load_record, seal
+
+_LOG = logging.getLogger(__name__)
+_BEATS_PER_TTL = 4
+_WATCH_PART = 1 / 3  # of the ttl: longer than one beat
+_START_TOLERANCE = 5.0  # seconds; the kernel's boot time, from which start times are computed, moves with the clock
+_ROUNDS = 16  # lost races before giving up
+
+
+class Holder(Manifest):
+    """A process that may drive a run."""
+
+    host: str
+    pid: int
+    process_start: float = Field(description="Unix seconds; tells a reused process id from the holder.")
+    user: str
+
+    @classmethod
+    def current(cls) -> Holder:
+        """This process."""
+        process = psutil.Process()
+        return cls(
+            host=socket.gethostname(),
+            pid=process.pid,
+            process_start=process.create_time(),
+            user=process.username(),
+        )
+
+    def __str__(self) -> str:
+        return f"{self.user}@{self.host} pid {self.pid}"
+
+
+class Claim(Manifest):
+    """Who drives the run in an epoch. Written once."""
+
+    format: int = FORMAT_VERSION
+    run: str
+    epoch: int = Field(ge=1)
+    holder: Holder
+    token: str = Field(description="Unique to this claim; what actors compare to refuse an older owner.")
+    acquired_at: float = Field(description="Unix seconds.")
+    ttl_seconds: float = Field(gt=0)
+    digest: str = ""
+
+
+class Heartbeat(Manifest):
+    """The last sign of life of a claim. Rewritten."""
+
+    format: int = FORMAT_VERSION
+    epoch: int = Field(ge=1)
+    token: str
+    counter: int = Field(ge=0)
+    at: float = Field(description="Unix seconds by the holder's clock.")
+    released: bool = False
+    digest: str = ""
+
+
+@dataclass(frozen=True)
+class LeaseState:
+    """The newest claim of a run and its last heartbeat."""
+
+    claim: Claim
+    beat: Heartbeat | None
+
+    @property
+    def released(self) -> bool:
+        """Whether the holder has ended it."""
+        return self.beat is not None and self.beat.released
+
+    @property
+    def last_seen(self) -> float:
+        """Unix seconds of the last heartbeat; of the claim where none was written yet."""
+        return self.beat.at if self.beat is not None else self.claim.acquired_at
+
+
+def lease_state(store: ObjectStore, run: str) -> LeaseState | None:
+    """The newest claim of the run, living or not; None if nobody ever drove it."""
+    epoch = _newest_epoch(store, run)
+    return _read_state(store, run, epoch) if epoch else None
+
+
+class Lease:
+    """A held lease. Made by ``acquire``; as a context manager it is released at the end."""
+
+    def __init__(self, store: ObjectStore, claim: Claim, claimed_at: float) -> None:
+        self.store, self.claim = store, claim
+        self._counter = 0
+        self._written_at = claimed_at  # monotonic; the claim itself is the first sign of life
+        self._failure: Exception | None = None
+        self._fenced = self._released = False
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._keep, name=f"lease-{claim.run}-{claim.epoch}", daemon=True)
+        self._thread.start()
+
+    @classmethod
+    def acquire(cls, store: ObjectStore, run: str, holder: Holder, ttl_seconds: float = 60.0) -> Lease:
+        """Become the driver of the run.
+
+        RunLocked names the living holder and how to take over. Of several racers exactly one wins. OSError if the store
+        fails. ``ttl_seconds`` is how long a dead driver on another host blocks the run, at least.
+        """
+        layout.check_run(run)
+        if ttl_seconds <= 0:
+            raise ValueError(f"ttl_seconds = {ttl_seconds}: a positive number of seconds is needed")
+        epoch = 0
+        for _ in range(_ROUNDS):
+            epoch = _newest_epoch(store, run, epoch)
+            if epoch:
+                _require_free(store, _read_state(store, run, epoch), holder)
+            claim = Claim(
+                run=run,
+                epoch=epoch + 1,
+                holder=holder,
+                token=f"{epoch + 1:06d}-{uuid.uuid4().hex}",
+                acquired_at=time.time(),
+                ttl_seconds=ttl_seconds,
+            )
+            before = time.monotonic()
+            stored, mine = commit_record(store, layout.lease(run, epoch + 1), claim)
+            if mine:
+                return cls(store, stored, before)
+        raise RunLocked(
+            f"run {run!r}: {_ROUNDS} other drivers were faster in a row; now epoch {epoch} is reached: try again"
+        )
+
+    @property
+    def epoch(self) -> int:
+        """Number of this claim; later owners have higher ones."""
+        return self.claim.epoch
+
+    @property
+    def token(self) -> str:
+        """Unique to this claim; sorts by epoch."""
+        return self.claim.token
+
+    def check(self) -> None:
+        """Return if this is still the driver. FencedOut if not; OSError if the store does not tell.
+
+        Costs one ``exists``. Call it before what must not be done twice, and before commits.
+        """
+        run = self.claim.run
+        if self._released:
+            raise FencedOut(f"run {run!r}: this driver released its lease (epoch {self.epoch})")
+        if self._fenced or self._newer_exists():
+            raise FencedOut(
+                f"run {run!r}: {self._successor()} took over from epoch {self.epoch}: this driver must stop"
+            )
+        silent = time.monotonic() - self._written_at
+        if silent > self.claim.ttl_seconds:
+            raise FencedOut(
+                f"run {run!r}: no heartbeat could be written to {self.store.url} for {silent:.0f} s, the lease lasts "
+                f"{self.claim.ttl_seconds:.0f} s; another driver may take over (last error: {self._failure})"
+            )
+
+    def release(self) -> None:
+        """Let the next driver in at once. Idempotent. If the store fails, that is logged and the lease expires."""
+        if self._released:
+            return
+        self._released = True
+        self._stop.set()
+        self._thread.join(self.claim.ttl_seconds)
+        try:
+            self._write(released=True)
+        except OSError as error:
+            _LOG.warning(
+                "run %s: the lease could not be released, it expires in %.0f s: %s",
+                self.claim.run,
+                self.claim.ttl_seconds,
+                error,
+            )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
+
+    def _keep(self) -> None:
+        """The heartbeat thread."""
+        pause = self.claim.ttl_seconds / _BEATS_PER_TTL
+        while not self._stop.is_set():
+            try:
+                self._write()
+                self._failure = None
+                if self._newer_exists():
+                    return
+            except Exception as error:  # noqa: BLE001  # a boundary: check() reports it once it lasts longer than the ttl
+                self._failure = error
+            self._stop.wait(pause)
+
+    def _write(self, released: bool = False) -> None:
+        before = time.monotonic()  # the beat counts from when it was begun: a slow store must not lengthen the lease
+        self._counter += 1
+        beat = Heartbeat(epoch=self.epoch, token=self.token, counter=self._counter, at=time.time(), released=released)
+        self.store.put(layout.heartbeat(self.claim.run, self.epoch), canonical(seal(beat).model_dump(mode="json")))
+        self._written_at = before
+
+    def _newer_exists(self) -> bool:
+        self._fenced = self._fenced or self.store.exists(layout.lease(self.claim.run, self.epoch + 1))
+        return self._fenced
+
+    def _successor(self) -> str:
+        state = lease_state(self.store, self.claim.run)
+        return "another driver" if state is None else f"{state.claim.holder} (epoch {state.claim.epoch})"
+
+
+def _newest_epoch(store: ObjectStore, run: str, known: int = 0) -> int:
+    """The highest epoch that was claimed; 0 if none. Epochs have no gaps, so doubling and halving find it."""
+    step = 1
+    while store.exists(layout.lease(run, known + step)):
+        known += step
+        step *= 2
+    absent = known + step
+    while absent - known > 1:
+        middle = (known + absent) // 2
+        if store.exists(layout.lease(run, middle)):
+            known = middle
+        else:
+            absent = middle
+    return known
+
+
+def _read_state(store: ObjectStore, run: str, epoch: int) -> LeaseState:
+    claim = load_record(store, layout.lease(run, epoch), Claim)
+    return LeaseState(claim, find_record(store, layout.heartbeat(run, epoch), Heartbeat))
+
+
+def _require_free(store: ObjectStore, state: LeaseState, holder: Holder) -> None:
+    """RunLocked if the claim's holder lives."""
+    owner, ttl = state.claim.holder, state.claim.ttl_seconds
+    same_host = owner.host == holder.host
+    if state.released or (same_host and not _lives(owner)):
+        return
+    age = time.time() - state.last_seen
+    if age > ttl and (same_host or not _still_beats(store, state)):
+        return
+    since = datetime.fromtimestamp(state.claim.acquired_at, UTC).isoformat(timespec="seconds")
+    last = datetime.fromtimestamp(state.last_seen, UTC).isoformat(timespec="seconds")
+    wait = max(0.0, ttl - age)
+    raise RunLocked(
+        f"run {state.claim.run!r} is driven by {owner} since {since}, last heartbeat {last}. To take over, end that "
+        f"process (on {owner.host}: kill {owner.pid}); if it is dead already, try again in {wait:.0f} s"
+    )
+
+
+def _still_beats(store: ObjectStore, state: LeaseState) -> bool:
+    time.sleep(state.claim.ttl_seconds * _WATCH_PART)
+    later = find_record(store, layout.heartbeat(state.claim.run, state.claim.epoch), Heartbeat)
+    return later is not None and not later.released and later != state.beat
+
+
+def _lives(holder: Holder) -> bool:
+    try:
+        process = psutil.Process(holder.pid)
+        same = abs(process.create_time() - holder.process_start) < _START_TOLERANCE
+        return same and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+    except psutil.AccessDenied:  # it exists, and another user's process may well be the holder
+        return True

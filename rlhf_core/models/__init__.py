@@ -1,0 +1,6 @@
+"""Model folders: checked, prepared once, described without loading weights."""
+
+from rlhf_core.models.folder import ModelFacts, check_model_folder
+from rlhf_core.models.prepare import prepare_model
+
+__all__ = ["ModelFacts", "check_model_folder", "prepare_model"]

@@ -1,0 +1,52 @@
+"""Prompts of a run: load them, and hold some out for evaluation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from blake3 import blake3
+
+from rlhf_core.config.data import PromptsConfig
+from rlhf_core.errors import PromptError
+from rlhf_core.prompts.arithmetic import arithmetic_rows
+from rlhf_core.prompts.prompt import Prompt, Row, build_prompts, content_digest
+from rlhf_core.prompts.readers import read_rows
+
+__all__ = ["Prompt", "load_prompts", "split_heldout"]
+
+
+def load_prompts(config: PromptsConfig, seed: int) -> list[Prompt]:
+    """All prompts of the source, in its order. ``seed`` only matters for generated prompts.
+
+    Rows keep duplicates; ``prompt_id`` is unique and stable for the same source. PromptError says what is wrong where.
+    """
+    if config.source == "arithmetic":
+        made = enumerate(arithmetic_rows(config.arithmetic, seed), start=1)
+        return build_prompts((Row(f"row {n}", v) for n, v in made), "prompt", "answer", "arithmetic")
+    if config.prompt_column == config.answer_column:
+        raise PromptError(f"prompts.prompt_column and prompts.answer_column are both {config.prompt_column!r}")
+    rows = read_rows(config.source, config.split)
+    return build_prompts(rows, config.prompt_column, config.answer_column, config.source)
+
+
+def split_heldout(prompts: Sequence[Prompt], heldout: int, seed: int) -> tuple[list[Prompt], list[Prompt]]:
+    """Split into (train, held out), each in the given order, with no conversation on both sides.
+
+    Held out are exactly ``heldout`` distinct prompts (the first of each; its repetitions are in neither part). The
+    choice ranks every prompt by a hash of seed and content, so it does not depend on the order of the source, and new
+    prompts in the source displace few. PromptError if nothing would be left to train on.
+    """
+    keys = [content_digest(p.text, p.messages) for p in prompts]
+    distinct = set(keys)
+    if heldout >= len(distinct):
+        raise PromptError(
+            f"prompts.heldout = {heldout}, but the source has {len(distinct)} distinct prompts: "
+            f"hold out at most {max(len(distinct) - 1, 0)}, or give more prompts"
+        )
+    chosen = set(sorted(distinct, key=lambda key: blake3(f"{seed}:{key}".encode()).digest())[:heldout])
+    train = [p for p, key in zip(prompts, keys, strict=True) if key not in chosen]
+    held: dict[str, Prompt] = {}
+    for prompt, key in zip(prompts, keys, strict=True):
+        if key in chosen:
+            held.setdefault(key, prompt)
+    return train, list(held.values())

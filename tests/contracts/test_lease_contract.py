@@ -1,0 +1,316 @@
+"""One driver per run, over every object store: races, takeover, fencing, crashed holders."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from infra.object_store import LocalObjectStore
+from rlhf_core import layout
+from rlhf_core.errors import FencedOut, RunLocked
+from rlhf_core.lease import Claim, Heartbeat, Holder, Lease, lease_state
+from rlhf_core.records import canonical, commit_record, seal
+
+ROOT = Path(__file__).parents[2]
+RUN = "run-1"
+ME = Holder.current()
+ELSEWHERE = Holder(host="another-host", pid=1, process_start=0.0, user="ann")
+
+
+def claim(store, epoch=1, holder=ELSEWHERE, seen=0.0, ttl=60.0, released=False):
+    """A claim as another driver would have left it: last heartbeat ``seen`` seconds ago."""
+    at = time.time() - seen
+    record = Claim(run=RUN, epoch=epoch, holder=holder, token=f"t{epoch}", acquired_at=at, ttl_seconds=ttl)
+    commit_record(store, layout.lease(RUN, epoch), record)
+    beat(store, epoch, 1, at, released)
+
+
+def beat(store, epoch, counter, at, released=False):
+    record = seal(Heartbeat(epoch=epoch, token=f"t{epoch}", counter=counter, at=at, released=released))
+    store.put(layout.heartbeat(RUN, epoch), canonical(record.model_dump(mode="json")))
+
+
+def test_acquire_check_release(store):
+    assert lease_state(store, RUN) is None
+    with Lease.acquire(store, RUN, ME) as lease:
+        lease.check()
+        assert lease.epoch == 1
+        state = lease_state(store, RUN)
+        assert state.claim == lease.claim
+        assert state.claim.holder == ME
+        assert not state.released
+    assert lease_state(store, RUN).released
+    with pytest.raises(FencedOut, match="released"):
+        lease.check()
+    lease.release()
+    with Lease.acquire(store, RUN, ME) as second:  # at once
+        assert second.epoch == 2
+        assert second.token > lease.token
+    with Lease.acquire(store, "run-2", ME) as other:
+        assert other.epoch == 1
+
+
+def test_living_holder_is_named(store):
+    with Lease.acquire(store, RUN, ME) as lease:
+        with pytest.raises(RunLocked) as caught:
+            Lease.acquire(store, RUN, ME)
+        message = str(pickle.loads(pickle.dumps(caught.value)))
+        for part in (RUN, ME.host, f"pid {ME.pid}", f"kill {ME.pid}", "since 2", "last heartbeat 2", "try again in"):
+            assert part in message
+        lease.check()
+
+
+def test_holder_elsewhere_blocks_until_it_expires(store):
+    claim(store, seen=10)
+    with pytest.raises(RunLocked, match=r"ann@another-host pid 1 .* try again in (49|50) s"):
+        Lease.acquire(store, RUN, ME)
+
+
+def test_released_holder_elsewhere_is_replaced(store):
+    claim(store, released=True)
+    with Lease.acquire(store, RUN, ME) as lease:
+        assert lease.epoch == 2
+
+
+def test_expired_holder_elsewhere_is_replaced(store):
+    claim(store, seen=100, ttl=0.3)
+    with Lease.acquire(store, RUN, ME) as lease:
+        assert lease.epoch == 2
+
+
+def test_claim_without_a_heartbeat_expires_too(store):
+    claim(store, seen=100, ttl=0.3)
+    store.delete([layout.heartbeat(RUN, 1)])
+    with Lease.acquire(store, RUN, ME) as lease:
+        assert lease.epoch == 2
+
+
+def test_slow_clock_of_a_living_holder_does_not_cost_it_the_run(store):
+    claim(store, seen=1000, ttl=6.0)  # its clock is behind ours
+    stop = threading.Event()
+
+    def keep():
+        counter = 1
+        while not stop.is_set():
+            counter += 1
+            beat(store, 1, counter, time.time() - 1000)
+
+    holder = threading.Thread(target=keep)
+    holder.start()
+    try:
+        with pytest.raises(RunLocked, match="another-host"):
+            Lease.acquire(store, RUN, ME)
+    finally:
+        stop.set()
+        holder.join()
+
+
+def test_dead_process_on_this_host_is_replaced_at_once(store):
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    start = time.time()
+    gone.wait()
+    claim(store, holder=Holder(host=ME.host, pid=gone.pid, process_start=start, user="me"))
+    with Lease.acquire(store, RUN, ME) as lease:
+        assert lease.epoch == 2
+
+
+def test_reused_process_id_is_not_the_holder(store):
+    claim(store, holder=ME.model_copy(update={"process_start": ME.process_start - 1000}))
+    with Lease.acquire(store, RUN, ME) as lease:
+        assert lease.epoch == 2
+
+
+def test_holder_is_fenced_out_by_a_newer_epoch(store):
+    with Lease.acquire(store, RUN, ME) as lease:
+        lease.check()
+        claim(store, epoch=2)
+        with pytest.raises(FencedOut, match=r"ann@another-host pid 1 \(epoch 2\) took over from epoch 1"):
+            lease.check()
+        with pytest.raises(FencedOut, match="took over"):
+            lease.check()
+
+
+def test_newest_epoch_is_found_among_many(store):
+    for epoch in range(1, 12):
+        claim(store, epoch=epoch, released=True)
+    assert lease_state(store, RUN).claim.epoch == 11
+    with Lease.acquire(store, RUN, ME) as lease:
+        assert lease.epoch == 12
+
+
+def test_threads_race_for_one_expired_run(store):
+    claim(store, released=True)
+    barrier = threading.Barrier(6)
+
+    def attempt(_):
+        barrier.wait()
+        try:
+            return Lease.acquire(store, RUN, ME)
+        except RunLocked as error:
+            return str(error)
+
+    with ThreadPoolExecutor(6) as pool:
+        results = list(pool.map(attempt, range(6)))
+    leases = [result for result in results if isinstance(result, Lease)]
+    try:
+        assert [lease.epoch for lease in leases] == [2]
+        leases[0].check()
+    finally:
+        for lease in leases:
+            lease.release()
+
+
+class Cut(LocalObjectStore):
+    """A store that can be cut off, as by a network."""
+
+    down = False
+
+    def _path(self, key):
+        if self.down:
+            raise OSError("cut off")
+        return super()._path(key)
+
+
+def test_holder_that_cannot_write_its_heartbeat_gives_up(tmp_path):
+    store = Cut(tmp_path)
+    lease = Lease.acquire(store, RUN, ME, ttl_seconds=0.2)
+
+    class HeartbeatsFail(LocalObjectStore):
+        def put(self, key, data):
+            raise OSError("disk is full")
+
+    lease.store = HeartbeatsFail(tmp_path)
+
+    def check_for_ever():
+        while True:
+            lease.check()
+
+    try:
+        with pytest.raises(FencedOut, match="no heartbeat could be written"):
+            check_for_ever()
+    finally:
+        lease.store = store
+        lease.release()
+
+
+def test_store_failure_is_not_taken_for_fencing(tmp_path):
+    store = Cut(tmp_path)
+    lease = Lease.acquire(store, RUN, ME)
+    store.down = True
+    with pytest.raises(OSError, match="cut off"):
+        lease.check()
+    store.down = False
+    lease.check()
+    lease.release()
+
+
+def test_failed_release_is_logged_and_expires(tmp_path, caplog):
+    store = Cut(tmp_path)
+    lease = Lease.acquire(store, RUN, ME)
+    store.down = True
+    lease.release()
+    assert "could not be released" in caplog.text
+    store.down = False
+    assert not lease_state(store, RUN).released
+
+
+def test_ttl_and_run_are_checked(tmp_path):
+    store = LocalObjectStore(tmp_path)
+    with pytest.raises(ValueError, match="ttl_seconds"):
+        Lease.acquire(store, RUN, ME, ttl_seconds=0)
+    with pytest.raises(ValueError, match="run id"):
+        Lease.acquire(store, "../x", ME)
+
+
+DRIVER = """
+import json, sys
+from infra.object_store import open_store
+from rlhf_core.errors import FencedOut, RunLocked
+from rlhf_core.lease import Holder, Lease
+store = open_store(sys.argv[1])
+print("ready", flush=True)
+sys.stdin.readline()
+try:
+    lease = Lease.acquire(store, "run-1", Holder.current(), float(sys.argv[2]))
+except RunLocked as error:
+    print(json.dumps({"locked": str(error)}), flush=True)
+else:
+    print(json.dumps({"epoch": lease.epoch}), flush=True)
+    sys.stdin.readline()
+    try:
+        lease.check()
+    except FencedOut as error:
+        print(json.dumps({"fenced": str(error)}), flush=True)
+    lease.release()
+"""
+
+
+def drivers(store, count, ttl=60.0):
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", DRIVER, store.url, str(ttl)],
+            cwd=ROOT,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for _ in range(count)
+    ]
+    for driver in started:
+        assert driver.stdout.readline() == "ready\n"
+    for driver in started:
+        driver.stdin.write("go\n")
+        driver.stdin.flush()
+    return started
+
+
+def end(processes):
+    for process in processes:
+        process.kill()
+        process.communicate()
+
+
+def test_processes_race_and_a_killed_winner_is_replaced(store):
+    started = drivers(store, 3)
+    try:
+        answers = [json.loads(driver.stdout.readline()) for driver in started]
+        winner = next(driver for driver, answer in zip(started, answers, strict=True) if "epoch" in answer)
+        assert sum("epoch" in answer for answer in answers) == 1
+        assert all(f"pid {winner.pid} " in answer["locked"] for answer in answers if "locked" in answer)
+        with pytest.raises(RunLocked, match=f"pid {winner.pid} "):
+            Lease.acquire(store, RUN, ME)
+        winner.send_signal(signal.SIGKILL)
+        assert winner.stdout.read() == ""  # it has ended, but nobody has reaped it: a zombie is no holder either
+        with Lease.acquire(store, RUN, ME) as lease:
+            assert lease.epoch == 2
+    finally:
+        end(started)
+
+
+def test_driver_that_hangs_past_its_ttl_is_fenced_when_it_wakes_up(store):
+    (driver,) = drivers(store, 1, ttl=1.0)
+    try:
+        assert json.loads(driver.stdout.readline()) == {"epoch": 1}
+        driver.send_signal(signal.SIGSTOP)
+        lease = None
+        while lease is None:  # until it has expired
+            try:
+                lease = Lease.acquire(store, RUN, ME)
+            except RunLocked:
+                continue
+        with lease:
+            driver.send_signal(signal.SIGCONT)
+            answer = driver.communicate("check\n", timeout=60)[0]
+            assert f"pid {ME.pid} (epoch 2) took over from epoch 1" in json.loads(answer)["fenced"]
+            lease.check()
+    finally:
+        end([driver])
