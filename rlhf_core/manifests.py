@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -49,21 +49,94 @@ class StageManifest(Manifest):
     digest: str = Field(default="", description="blake3 of the canonical JSON of all other fields.")
 
 
-class StageOutcome(Manifest):
-    """What a stage task hands to the next one."""
-
-    manifest: StageManifest
-    reused: bool = False
-
-
 class ClusterRef(Manifest):
     """Names of the living actors: prints, hashes and survives a restart of the flow process."""
 
     namespace: str
-    owner: str = Field(description="Token of the flow that claimed the actors; calls of an older owner are refused.")
+    epoch: int = Field(ge=1, description="Epoch of the driver's lease; the actors refuse calls of an older one.")
+    device: Literal["cpu", "gpu"] = "cpu"
     trainers: tuple[str, ...]
     engines: tuple[str, ...]
     rewards: tuple[str, ...]
+
+
+class RunRecord(Manifest):
+    """``run.json``: what the run is. Written once, before anything else."""
+
+    format: int = FORMAT_VERSION
+    run: str
+    created: str = Field(description="UTC, ISO 8601.")
+    config: dict[str, Any] = Field(description="The resolved configuration.")
+    versions: dict[str, str] = Field(default_factory=dict, description="Versions of the packages that matter.")
+    prompts: PromptsManifest
+    digest: str = ""
+
+
+class PromptsManifest(Manifest):
+    """The tokenized prompts of a run."""
+
+    train: Shard
+    heldout: Shard | None = None
+
+
+class IterationRecord(Manifest):
+    """``DONE.json``: the iteration is finished, and what came of it. The only truth for resume."""
+
+    format: int = FORMAT_VERSION
+    run: str
+    iteration: int = Field(ge=0)
+    policy_version: int = Field(ge=1, description="Version that the iteration's update produced.")
+    weights_digest: str
+    stages: dict[str, str] = Field(description="Stage -> digest of its manifest.")
+    metrics: dict[str, float]
+    stage_seconds: dict[str, float]
+    finished: str = Field(description="UTC, ISO 8601.")
+    digest: str = ""
+
+
+class EvaluationRecord(Manifest):
+    """Result of one evaluation on the held-out prompts."""
+
+    format: int = FORMAT_VERSION
+    run: str
+    name: str
+    policy_version: int = Field(ge=0)
+    prompts: int
+    metrics: dict[str, float]
+    samples: list[dict[str, Any]] = Field(default_factory=list, description="A few answers with their rewards.")
+    digest: str = ""
+
+
+class StoredFile(Manifest):
+    """One file of a checkpoint or an export."""
+
+    path: str
+    key: str
+    bytes: int
+    blake3: str
+
+
+class CheckpointRecord(Manifest):
+    """A committed checkpoint: all ranks' files at one policy version."""
+
+    format: int = FORMAT_VERSION
+    run: str
+    policy_version: int = Field(ge=1)
+    world_size: int = Field(ge=1)
+    weights_digest: str
+    files: tuple[StoredFile, ...]
+    digest: str = ""
+
+
+class SummaryRecord(Manifest):
+    """``summary.json``: the run is complete."""
+
+    format: int = FORMAT_VERSION
+    run: str
+    iterations: int
+    summary: RunSummary
+    finished: str
+    digest: str = ""
 
 
 class Progress(Manifest):
@@ -88,3 +161,7 @@ class RunSummary(Manifest):
     seconds: float = 0.0
     stage_seconds: dict[str, float] = Field(default_factory=dict, description="Mean seconds of each stage.")
     export: str | None = Field(default=None, description="Folder of the exported HF model.")
+
+
+for _model in (RunRecord, SummaryRecord):  # they name models defined below them
+    _model.model_rebuild()

@@ -256,13 +256,15 @@ class Zero3Engine:
         return optim.learning_rate * min(1.0, step / optim.warmup_steps if optim.warmup_steps else 1.0)
 
     def buckets(self, max_bytes: int) -> Iterator[tuple[BucketSpec, Tensor]]:
-        """Gather the policy bucket by bucket: (layout, flat uint8 [bytes]). The tensor is reused by the next one."""
+        """Gather the policy bucket by bucket: (layout, flat uint8 [bytes]). Each tensor is reused by the next but one."""
         from deepspeed import zero
 
         dtype = getattr(torch, self.settings.dtype)
         specs = plan_buckets(((n, dtype, tuple(p.ds_shape)) for n, p in self._parameters.items()), max_bytes)
-        flat = torch.zeros(max((s.bytes for s in specs), default=0), dtype=torch.uint8, device=self.device)
+        size = max(s.bytes for s in specs)
+        buffers = [torch.zeros(size, dtype=torch.uint8, device=self.device) for _ in range(min(2, len(specs)))]
         for spec in specs:
+            flat = buffers[spec.index % len(buffers)]
             gathered = {entry.name: self._parameters[entry.name] for entry in spec.entries}
             with zero.GatheredParameters(list(gathered.values())):
                 used = pack(spec, {name: p.detach() for name, p in gathered.items()}, flat)

@@ -1,0 +1,44 @@
+"""The fence: an actor serves the newest driver only.
+
+A driver that was declared dead may still run. Its lease epoch is older than that of its successor, who claimed the actors;
+so every call carries the epoch, and a call of an older one is refused before it does anything.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+from typing import Any
+
+from rlhf_core.errors import FencedOut
+
+
+class Fenced:
+    """Base of all actors."""
+
+    name: str
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.epoch = 0
+
+    def claim(self, epoch: int) -> dict[str, Any]:
+        """Take the actor over for the driver with this lease epoch; returns ``status``. FencedOut for an older driver."""
+        if epoch < self.epoch:
+            raise FencedOut(f"{self.name} belongs to lease epoch {self.epoch}; epoch {epoch} was replaced and must stop")
+        self.epoch = epoch
+        return self.status()
+
+    def require_epoch(self, epoch: int) -> None:
+        """FencedOut unless the call comes from the driver that claimed the actor."""
+        if epoch != self.epoch:
+            raise FencedOut(f"{self.name} belongs to lease epoch {self.epoch}; the call came from epoch {epoch}")
+
+    def status(self) -> dict[str, Any]:
+        """What the actor is and holds."""
+        return {
+            "name": self.name,
+            "pid": os.getpid(),
+            "epoch": self.epoch,
+            "peak_rss_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
+        }

@@ -1,0 +1,146 @@
+"""Creating, finding and calling actors. The only place that knows how Ray reports trouble."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rlhf_core.errors import RLHFError, WorkerError
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ActorSpec:
+    """One actor to create. ``options`` are Ray's (resources, placement, runtime environment)."""
+
+    name: str
+    actor_class: type
+    arguments: tuple[Any, ...]
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+def create(specs: Sequence[ActorSpec], namespace: str) -> list[Any]:
+    """Create detached, named actors; their constructors run in parallel. They survive the driver."""
+    import ray
+
+    return [
+        ray.remote(spec.actor_class)
+        .options(
+            name=spec.name,
+            namespace=namespace,
+            lifetime="detached",
+            max_restarts=0,  # a restarted actor would hold the base weights and nobody would know
+            max_task_retries=0,
+            **spec.options,
+        )
+        .remote(spec.name, *spec.arguments)
+        for spec in specs
+    ]
+
+
+class ActorGroup:
+    """Actors of one kind, called together. ``names`` in rank order."""
+
+    def __init__(self, names: Sequence[str], namespace: str, epoch: int) -> None:
+        self.names, self.namespace, self.epoch = tuple(names), namespace, epoch
+
+    @property
+    def handles(self) -> list[Any]:
+        """WorkerError naming the actor that no longer exists."""
+        import ray
+
+        found = []
+        for name in self.names:
+            try:
+                found.append(ray.get_actor(name, namespace=self.namespace))
+            except ValueError:
+                raise WorkerError(f"{name} is gone: it died, or the run was ended elsewhere") from None
+        return found
+
+    def call(self, method: str, *arguments: Any, seconds: float) -> list[Any]:
+        """Call every actor with the epoch and the same arguments; results in rank order. See ``gather``."""
+        return self.call_each(method, [arguments] * len(self.names), seconds=seconds)
+
+    def call_each(self, method: str, arguments: Sequence[tuple[Any, ...]], *, seconds: float) -> list[Any]:
+        """Call actor i with the epoch and ``arguments[i]``; results in rank order. See ``gather``."""
+        handles = self.handles
+        calls = [
+            getattr(handle, method).remote(self.epoch, *args) for handle, args in zip(handles, arguments, strict=False)
+        ]
+        return gather(calls, self.names, method, seconds)
+
+
+def gather(calls: Sequence[Any], names: Sequence[str], what: str, seconds: float) -> list[Any]:
+    """Results of all calls, in order, within the deadline.
+
+    The first failure is raised at once, without waiting for ranks that may hang in a collective because of it. Errors of this
+    system come out as themselves; a dead actor, any other error and a missed deadline are WorkerError naming the actor.
+    """
+    import ray
+
+    order = {call: index for index, call in enumerate(calls)}
+    results: list[Any] = [None] * len(calls)
+    waiting, deadline = list(calls), time.monotonic() + seconds
+    while waiting:
+        ready, waiting = ray.wait(waiting, num_returns=1, timeout=max(0.0, deadline - time.monotonic()))
+        if not ready:
+            late = ", ".join(names[order[call]] for call in waiting)
+            raise WorkerError(f"{what}: no answer from {late} within {seconds:.0f} s")
+        for call in ready:
+            results[order[call]] = _result(call, names[order[call]], what)
+    return results
+
+
+def _result(call: Any, name: str, what: str) -> Any:
+    import ray
+    from ray.exceptions import RayActorError, RayTaskError
+
+    try:
+        return ray.get(call)
+    except RayTaskError as error:
+        cause = error.cause
+        if isinstance(cause, RLHFError):
+            raise type(cause)(*cause.args) from error
+        raise WorkerError(f"{what}: {name} failed: {type(cause).__name__}: {cause}") from error
+    except RayActorError as error:
+        raise WorkerError(f"{what}: {name} died: {str(error).strip().splitlines()[0]}") from error
+
+
+def kill(names: Sequence[str], namespace: str) -> list[str]:
+    """End the actors that exist; returns their names. Their processes are gone shortly afterwards."""
+    import ray
+
+    ended = []
+    for name in names:
+        try:
+            handle = ray.get_actor(name, namespace=namespace)
+        except ValueError:
+            continue
+        ray.kill(handle)
+        ended.append(name)
+    return ended
+
+
+def statuses(names: Sequence[str], namespace: str, seconds: float) -> dict[str, dict[str, Any]]:
+    """Status of the actors that exist and answer within the deadline."""
+    import ray
+    from ray.exceptions import RayError
+
+    calls: dict[str, Any] = {}
+    for name in names:
+        try:
+            calls[name] = ray.get_actor(name, namespace=namespace).status.remote()
+        except ValueError:
+            continue
+    found: dict[str, dict[str, Any]] = {}
+    deadline = time.monotonic() + seconds
+    for name, call in calls.items():
+        try:
+            found[name] = ray.get(call, timeout=max(0.1, deadline - time.monotonic()))
+        except RayError as error:
+            logger.warning("%s does not answer: %s", name, str(error).strip().splitlines()[0])
+    return found

@@ -1,0 +1,73 @@
+"""What the driver asks of actors and what they answer: small picklable values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from rlhf_core.config.data import RewardConfig
+from rlhf_core.engines.vllm_engine import Sampling
+from rlhf_core.manifests import Shard, StageManifest
+from rlhf_core.metrics import Metric
+
+
+@dataclass(frozen=True)
+class GenerateJob:
+    """One engine's part of a generate stage: the prompts of some groups."""
+
+    run: str
+    iteration: int
+    attempt: str
+    prompts: Shard
+    prompt_rows: tuple[int, ...]
+    first_group: int
+    sampling: Sampling
+    version: int
+    seed: int
+
+
+@dataclass(frozen=True)
+class ScoreJob:
+    """One reward worker's part of a score stage: rows ``first .. last - 1``."""
+
+    run: str
+    iteration: int
+    attempt: str
+    prompts: Shard
+    rollouts: StageManifest
+    rows: range
+    reward: RewardConfig
+
+
+@dataclass(frozen=True)
+class ExperienceJob:
+    """The advantages stage, the same for all ranks; each takes its share."""
+
+    run: str
+    iteration: int
+    attempt: str
+    rollouts: StageManifest
+    rewards: StageManifest
+    version: int
+
+
+@dataclass(frozen=True)
+class UpdateJob:
+    """The update stage, the same for all ranks."""
+
+    run: str
+    iteration: int
+    rollouts: StageManifest
+    rewards: StageManifest
+    experience: StageManifest
+    groups: int
+    version: int
+
+
+@dataclass(frozen=True)
+class StageResult:
+    """What one actor contributes to a stage."""
+
+    shards: tuple[Shard, ...] = ()
+    metrics: dict[str, Metric] = field(default_factory=dict)
+    seconds: float = 0.0
+    weights_digest: str | None = None
