@@ -123,7 +123,12 @@ def find_stage(store: ObjectStore, run: str, iteration: int, stage: str) -> Stag
 
 
 def read_shard(store: ObjectStore, shard: Shard) -> pa.Table:
-    """The rows of a shard, verified: length, blake3, rows and sample ids.
+    """The rows of a shard, verified: bytes, number of rows and sample ids. Errors as in ``read_object``."""
+    return _checked(decode(read_object(store, shard)), shard)
+
+
+def read_object(store: ObjectStore, shard: Shard) -> bytes:
+    """The bytes of a shard, verified: length and blake3.
 
     Read again when damaged, since that may have happened on the way. CorruptObject names the key, also when the object
     is missing; OSError if the store fails.
@@ -139,7 +144,7 @@ def read_shard(store: ObjectStore, shard: Shard) -> pa.Table:
         elif (found := digest(data)) != shard.blake3:
             problem = f"has blake3 {found}, its commit says {shard.blake3}"
         else:
-            return _checked(decode(data), shard)
+            return data
     raise CorruptObject(f"{shard.key} in {store.url} {problem} (read {_READ_TRIES} times)")
 
 

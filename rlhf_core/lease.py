@@ -117,6 +117,13 @@ def lease_state(store: ObjectStore, run: str) -> LeaseState | None:
     return _read_state(store, run, epoch) if epoch else None
 
 
+def require_free(store: ObjectStore, run: str, holder: Holder) -> None:
+    """RunLocked if another living driver holds the run; takes nothing. For a check long before ``Lease.acquire``."""
+    state = lease_state(store, run)
+    if state is not None:
+        _require_free(store, state, holder)
+
+
 class Lease:
     """A held lease. Made by ``acquire``; as a context manager it is released at the end."""
 

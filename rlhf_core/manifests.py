@@ -27,7 +27,9 @@ class Shard(Manifest):
     rows: int = Field(ge=0)
     bytes: int = Field(ge=0, description="Length of the object.")
     blake3: str = Field(description="Hex digest of the object.")
-    ids_digest: str = Field(description="blake3 of the sample ids in row order: column groups of one row range agree on it.")
+    ids_digest: str = Field(
+        description="blake3 of the sample ids in row order: column groups of one row range agree on it."
+    )
 
 
 class StageManifest(Manifest):
@@ -45,7 +47,9 @@ class StageManifest(Manifest):
     tokens: int = Field(default=0, description="Response tokens.")
     seconds: float = 0.0
     metrics: dict[str, float] = Field(default_factory=dict)
-    details: dict[str, Any] = Field(default_factory=dict, description="What only this stage knows (weights digest, ...).")
+    details: dict[str, Any] = Field(
+        default_factory=dict, description="What only this stage knows (weights digest, ...)."
+    )
     digest: str = Field(default="", description="blake3 of the canonical JSON of all other fields.")
 
 
@@ -128,14 +132,15 @@ class CheckpointRecord(Manifest):
     digest: str = ""
 
 
-class SummaryRecord(Manifest):
-    """``summary.json``: the run is complete."""
+class ExportRecord(Manifest):
+    """The policy as a Hugging Face folder."""
 
     format: int = FORMAT_VERSION
     run: str
-    iterations: int
-    summary: RunSummary
-    finished: str
+    policy_version: int = Field(ge=0)
+    weights_digest: str
+    folder: str = Field(description="Where it was written on the driver's machine.")
+    files: tuple[StoredFile, ...] = Field(default=(), description="Copies in the object store.")
     digest: str = ""
 
 
@@ -144,8 +149,9 @@ class Progress(Manifest):
 
     run: str
     next_iteration: int = Field(ge=0, description="First iteration without DONE.json.")
-    policy_version: int = Field(ge=0, description="Version after the last committed update, also inside next_iteration.")
-    checkpoint: int = Field(default=0, ge=0, description="Newest committed checkpoint's version; 0 is the base model.")
+    policy_version: int = Field(
+        ge=0, description="Version after the last committed update, also inside next_iteration."
+    )
 
 
 class RunSummary(Manifest):
@@ -160,8 +166,10 @@ class RunSummary(Manifest):
     tokens_per_second: float | None = None
     seconds: float = 0.0
     stage_seconds: dict[str, float] = Field(default_factory=dict, description="Mean seconds of each stage.")
+    evaluation: dict[str, dict[str, float]] = Field(
+        default_factory=dict, description="Metrics on the held-out prompts: `before` and `after`."
+    )
     export: str | None = Field(default=None, description="Folder of the exported HF model.")
 
 
-for _model in (RunRecord, SummaryRecord):  # they name models defined below them
-    _model.model_rebuild()
+RunRecord.model_rebuild()  # it names a model defined below it

@@ -98,9 +98,8 @@ def resume(run: RunName, store: StoreUrl = None) -> None:
 @reports_errors
 def runs(store: StoreUrl = None, as_json: AsJson = False) -> None:
     """List the runs of a store."""
-    from tasks.runs import list_runs
-
     from flows.cli import tables
+    from tasks.runs import list_runs
 
     url = _store_url(store)
     rows = list_runs(url)
@@ -121,9 +120,8 @@ def show(
     everything: Annotated[bool, typer.Option("--all", help="Show every iteration, not the last 20.")] = False,
 ) -> None:
     """Show a run: its iterations and stages, key metrics, rewards, and the next step."""
-    from tasks.runs import describe_run
-
     from flows.cli import tables
+    from tasks.runs import describe_run
 
     view = describe_run(_store_url(store), run)
     if as_json:
@@ -146,9 +144,8 @@ def rollouts(
     as_json: AsJson = False,
 ) -> None:
     """Show sampled rollouts of an iteration with their rewards."""
-    from tasks.runs import sample_rollouts
-
     from flows.cli import tables
+    from tasks.runs import sample_rollouts
 
     samples = sample_rollouts(_store_url(store), run, iteration, limit)
     if as_json:

@@ -25,7 +25,9 @@ class Fenced:
     def claim(self, epoch: int) -> dict[str, Any]:
         """Take the actor over for the driver with this lease epoch; returns ``status``. FencedOut for an older driver."""
         if epoch < self.epoch:
-            raise FencedOut(f"{self.name} belongs to lease epoch {self.epoch}; epoch {epoch} was replaced and must stop")
+            raise FencedOut(
+                f"{self.name} belongs to lease epoch {self.epoch}; epoch {epoch} was replaced and must stop"
+            )
         self.epoch = epoch
         return self.status()
 

@@ -65,6 +65,14 @@ class ActorGroup:
         """Call every actor with the epoch and the same arguments; results in rank order. See ``gather``."""
         return self.call_each(method, [arguments] * len(self.names), seconds=seconds)
 
+    def call_claim(self, seconds: float) -> list[dict[str, Any]]:
+        """Claim every actor for this epoch; returns their statuses. Waits for constructors that still run."""
+        return gather([h.claim.remote(self.epoch) for h in self.handles], self.names, "start", seconds)
+
+    def call_status(self, seconds: float) -> list[dict[str, Any]]:
+        """Status of every actor."""
+        return gather([h.status.remote() for h in self.handles], self.names, "status", seconds)
+
     def call_each(self, method: str, arguments: Sequence[tuple[Any, ...]], *, seconds: float) -> list[Any]:
         """Call actor i with the epoch and ``arguments[i]``; results in rank order. See ``gather``."""
         handles = self.handles

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from typing import Any
 
@@ -226,4 +227,4 @@ def _contiguous(tokens: TokenRows, groups: torch.Tensor, ranks: int) -> list[ran
         later = [s for s in starts if s >= cuts[-1] and s > 0 and float(done[s - 1]) >= rank / ranks]
         cuts.append(later[0] if later else len(groups))
     cuts.append(len(groups))
-    return [range(first, last) for first, last in zip(cuts, cuts[1:], strict=False)]
+    return [range(first, last) for first, last in itertools.pairwise(cuts)]

@@ -41,7 +41,9 @@ class AlgorithmConfig(Section):
     """Weight of the KL to the reference (the starting policy) in the loss; 0 loads no reference."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     """Estimator of that KL."""
-    aggregation: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"] = "token-mean"
+    aggregation: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"] = (
+        "token-mean"
+    )
     """How token losses become one number; every denominator is global over the optimizer step."""
     importance_cap: float | None = Field(default=2.0, gt=0)
     """Bound on the importance weight exp(trainer - engine logprob) of a token; `None` applies no correction."""

@@ -88,9 +88,7 @@ class RunConfig(Section):
                 "raise generate.prompts_per_iteration or generate.samples_per_prompt, or use fewer ranks"
             )
         if self.generate.samples_per_prompt < 2:
-            raise ValueError(
-                "generate.samples_per_prompt = 1, but GRPO compares the samples of a group: use 2 or more"
-            )
+            raise ValueError("generate.samples_per_prompt = 1, but GRPO compares the samples of a group: use 2 or more")
         return self
 
     @model_validator(mode="after")
@@ -101,7 +99,9 @@ class RunConfig(Section):
                 f"prompts.arithmetic.low = {arithmetic.low} is above prompts.arithmetic.high = {arithmetic.high}"
             )
         if self.evaluation.every and not self.prompts.heldout:
-            raise ValueError("evaluation.every is set but prompts.heldout = 0: hold prompts out, or set evaluation.every = 0")
+            raise ValueError(
+                "evaluation.every is set but prompts.heldout = 0: hold prompts out, or set evaluation.every = 0"
+            )
         return self
 
 

@@ -174,7 +174,9 @@ class VllmEngine:
         from vllm import SamplingParams
 
         self.require(version)
-        params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False, skip_reading_prefix_cache=True)
+        params = SamplingParams(
+            max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False, skip_reading_prefix_cache=True
+        )
         outputs = self.llm.generate([{"prompt_token_ids": list(s)} for s in sequences], params, use_tqdm=False)
         result = []
         for sequence, output in zip(sequences, outputs, strict=True):

@@ -129,7 +129,11 @@ class Zero3Engine:
 
     @torch.no_grad()
     def logprobs(
-        self, rows: TokenRows, microbatches: Sequence[Sequence[Sequence[int]]], temperature: float, reference: bool = False
+        self,
+        rows: TokenRows,
+        microbatches: Sequence[Sequence[Sequence[int]]],
+        temperature: float,
+        reference: bool = False,
     ) -> dict[int, tuple[Tensor, Tensor]]:
         """Forward passes over this rank's micro-batches of units: row -> (logprobs, entropies), float32 on the CPU."""
         engine = self.reference if reference else self.engine

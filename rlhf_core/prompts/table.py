@@ -8,7 +8,7 @@ from typing import Any
 import pyarrow as pa
 
 from rlhf_core import layout
-from rlhf_core.buffer import encode, read_shard
+from rlhf_core.buffer import decode, encode, read_object
 from rlhf_core.manifests import Shard
 from rlhf_core.ports import ObjectStore
 from rlhf_core.records import digest
@@ -29,7 +29,7 @@ class PromptTable:
     """Read access by row and by prompt id; loaded on first use, verified against its digest."""
 
     def __init__(self, store: ObjectStore, shard: Shard) -> None:
-        self._table = read_shard(store, shard)
+        self._table = decode(read_object(store, shard))
         self._row = {name: row for row, name in enumerate(self._table["prompt_id"].to_pylist())}
 
     @property

@@ -1,0 +1,53 @@
+"""RLHF, one iteration after the other.
+
+    prompts --> generate --> score --> advantages --> update --> sync --> commit
+                 engines     reward     trainer ranks           trainer     driver
+                 (vLLM)      workers    (ZeRO-3): logprobs,     ranks ->
+                    |           |       estimator, optimizer    engines
+                    v           v              |
+               rollouts     rewards       experience            DONE.json
+               -------- Arrow column groups in the object store ----------
+
+Only small values cross Prefect: the configuration, names of actors, manifests. Each stage looks for its manifest first, so
+running the same run again continues after the last committed stage.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from prefect import flow
+
+from flows.iteration import run_iteration
+from rlhf_core.config import RunConfig
+from rlhf_core.manifests import RunSummary
+from tasks.cluster import stop_actors
+from tasks.driver import drive
+from tasks.evaluate import evaluate
+from tasks.export import export_policy
+from tasks.names import named, training_run_name
+
+
+def _stop(_flow: Any, flow_run: Any, _state: Any) -> None:
+    """Cancelling the flow ends its actors too; they would outlive it."""
+    stop_actors(RunConfig.model_validate(flow_run.parameters["config"]))
+
+
+@flow(name="train-rlhf", flow_run_name=training_run_name, persist_result=False, on_cancellation=[_stop])
+def train_rlhf(config: RunConfig) -> RunSummary:
+    """Train a policy, or continue the run of this name after its last committed stage.
+
+    Args:
+        config: everything that defines the run; see docs/configuration.md.
+    """
+    config = named(config)
+    with drive(config) as driver:
+        cluster = driver.start_cluster()
+        if driver.at_start():
+            evaluate(config, cluster, version=0)
+        for iteration in driver.pending():
+            run_iteration(config, cluster, iteration)
+            if driver.evaluates_after(iteration):
+                evaluate(config, cluster, version=iteration + 1)
+        export_policy(config, cluster, version=config.iterations)
+        return driver.finish()

@@ -1,0 +1,48 @@
+"""Connecting to the Ray cluster that the environment names."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def connect(namespace: str) -> None:
+    """Connect this process as a driver; a second call does nothing. ConnectionError if there is no cluster."""
+    import ray
+
+    if not ray.is_initialized():
+        # Actors import from the installed packages; the driver's folder is not shipped to them.
+        ray.init(namespace=namespace, configure_logging=False, log_to_driver=False)
+
+
+def has_gpus() -> bool:
+    """Whether any living node offers a GPU."""
+    import ray
+
+    return any(node["Alive"] and node["Resources"].get("GPU", 0) >= 1 for node in ray.nodes())
+
+
+def cores_per_node() -> int:
+    """Cores of the smallest living node."""
+    import ray
+
+    return int(min((node["Resources"].get("CPU", 1.0) for node in ray.nodes() if node["Alive"]), default=1.0))
+
+
+def rendezvous(group: Any) -> str:
+    """``host:port`` on the node of the placement group's first bundle, where rank 0 will listen."""
+    import ray
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    strategy = PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=0)
+    return ray.get(ray.remote(_free_address).options(num_cpus=0, scheduling_strategy=strategy).remote())
+
+
+def _free_address() -> str:
+    import socket
+
+    import ray
+
+    host = ray.util.get_node_ip_address()
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return f"{host}:{probe.getsockname()[1]}"

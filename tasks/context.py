@@ -1,0 +1,86 @@
+"""What every stage needs, built anew from plain values in whatever process the task runs."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from functools import cached_property
+
+from infra.object_store import LocalObjectStore, S3ObjectStore, open_store
+from infra.ray_cluster import connect
+from rlhf_core import layout
+from rlhf_core.actors.group import ActorGroup
+from rlhf_core.buffer import load_stage
+from rlhf_core.config import RunConfig
+from rlhf_core.errors import FencedOut, StoreError
+from rlhf_core.manifests import ClusterRef, PromptsManifest, RunRecord, StageManifest
+from rlhf_core.records import load_record
+
+
+def open_run_store(config: RunConfig) -> LocalObjectStore | S3ObjectStore:
+    """The store of the run. StoreError if the URL is none."""
+    try:
+        return open_store(config.storage.url)
+    except ValueError as error:
+        raise StoreError(f"storage.url = {config.storage.url!r}: {error}") from None
+
+
+@dataclass(frozen=True)
+class StageContext:
+    """One attempt at one stage of one iteration."""
+
+    config: RunConfig
+    cluster: ClusterRef
+    iteration: int
+    attempt: str
+
+    @cached_property
+    def store(self) -> LocalObjectStore | S3ObjectStore:
+        return open_run_store(self.config)
+
+    @property
+    def run(self) -> str:
+        return self.config.run_id
+
+    @property
+    def deadline(self) -> float:
+        """Seconds that a call to actors may take."""
+        return self.config.limits.stage_seconds
+
+    @cached_property
+    def prompts(self) -> PromptsManifest:
+        """The run's prompts."""
+        return load_record(self.store, layout.run_record(self.run), RunRecord).prompts
+
+    @property
+    def trainers(self) -> ActorGroup:
+        return self._group(self.cluster.trainers)
+
+    @property
+    def engines(self) -> ActorGroup:
+        return self._group(self.cluster.engines)
+
+    @property
+    def rewards(self) -> ActorGroup:
+        return self._group(self.cluster.rewards)
+
+    def stage(self, name: str) -> StageManifest:
+        """What an earlier stage of this iteration committed. NotCommitted if it has not."""
+        return load_stage(self.store, self.run, self.iteration, name)
+
+    def require_lease(self) -> None:
+        """FencedOut if a newer driver has taken the run over."""
+        if self.store.exists(layout.lease(self.run, self.cluster.epoch + 1)):
+            raise FencedOut(
+                f"run {self.run}: a newer driver took over; this one (lease epoch {self.cluster.epoch}) stops"
+            )
+
+    def _group(self, names: tuple[str, ...]) -> ActorGroup:
+        connect(self.cluster.namespace)
+        return ActorGroup(names, self.cluster.namespace, self.cluster.epoch)
+
+
+def split(count: int, parts: int) -> list[range]:
+    """Cut 0 .. count - 1 into ``parts`` ranges whose sizes differ by at most one."""
+    bounds = [count * i // parts for i in range(parts + 1)]
+    return [range(first, last) for first, last in itertools.pairwise(bounds)]

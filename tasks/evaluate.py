@@ -1,0 +1,63 @@
+"""Evaluation on the held-out prompts, greedy and sampled."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from prefect import task
+from prefect.cache_policies import NO_CACHE
+
+from rlhf_core import layout
+from rlhf_core.actors.group import gather
+from rlhf_core.config import RunConfig
+from rlhf_core.engines.vllm_engine import Sampling
+from rlhf_core.manifests import ClusterRef, EvaluationRecord
+from rlhf_core.metrics import values
+from rlhf_core.records import commit_record, find_record
+from tasks.context import StageContext
+from tasks.generate import sampling_seed
+from tasks.runs import evaluation_name
+
+
+@task(name="evaluate", task_run_name="evaluate-v{version}", persist_result=False, cache_policy=NO_CACHE)
+def evaluate(config: RunConfig, cluster: ClusterRef, version: int) -> EvaluationRecord | None:
+    """Metrics ``greedy/...`` and ``sampled/...`` of a policy version; None without held-out prompts.
+
+    An evaluation that is recorded is not run again.
+    """
+    context = StageContext(config, cluster, version, attempt="evaluate")
+    key = layout.evaluation(context.run, evaluation_name(version))
+    found = find_record(context.store, key, EvaluationRecord)
+    if found is not None or context.prompts.heldout is None:
+        return found
+    metrics: dict[str, float] = {}
+    samples: list[dict[str, Any]] = []
+    limit = config.generate.max_new_tokens
+    kinds = {"greedy": Sampling(1, limit, 0.0, logprobs=False)}
+    if config.evaluation.samples_per_prompt:
+        temperature = config.generate.temperature
+        kinds["sampled"] = Sampling(config.evaluation.samples_per_prompt, limit, temperature, logprobs=False)
+    for kind, sampling in kinds.items():
+        scored = _sample_and_score(context, version, sampling)
+        metrics |= {f"{kind}/{name}": v for name, v in values(scored["metrics"]).items()}
+        metrics[f"{kind}/reward"] = metrics.pop(f"{kind}/reward/mean")
+        samples += [{"kind": kind, **sample} for sample in scored["samples"]]
+    record = EvaluationRecord(
+        run=context.run,
+        name=evaluation_name(version),
+        policy_version=version,
+        prompts=context.prompts.heldout.rows,
+        metrics=metrics,
+        samples=samples,
+    )
+    return commit_record(context.store, key, record)[0]
+
+
+def _sample_and_score(context: StageContext, version: int, sampling: Sampling) -> dict[str, Any]:
+    """The responses go from the engine to a reward worker without passing through this process."""
+    heldout, epoch = context.prompts.heldout, context.cluster.epoch
+    engine, worker = context.engines.handles[0], context.rewards.handles[0]
+    seed = sampling_seed(context.config.seed, version, -1)
+    responses = engine.evaluate.remote(epoch, version, heldout, sampling, seed)
+    scored = worker.score_table.remote(epoch, context.config.reward, heldout, responses)
+    return gather([scored], [context.cluster.rewards[0]], "evaluate", context.deadline)[0]

@@ -1,0 +1,46 @@
+"""Export of the final policy as a plain Hugging Face folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from prefect import task
+from prefect.cache_policies import NO_CACHE
+
+from infra.object_store import LocalObjectStore
+from infra.settings import load_settings
+from rlhf_core import layout
+from rlhf_core.buffer import load_stage
+from rlhf_core.config import RunConfig
+from rlhf_core.manifests import ClusterRef, ExportRecord
+from rlhf_core.records import commit_record, find_record
+from tasks.checkpoint import upload_folder
+from tasks.context import StageContext
+from tasks.handover import to_trainers
+from tasks.preflight import model_folder
+from tasks.runs import export_name
+
+
+@task(name="export", task_run_name="export-v{version}", persist_result=False, cache_policy=NO_CACHE)
+def export_policy(config: RunConfig, cluster: ClusterRef, version: int) -> ExportRecord:
+    """Write the policy to ``storage.export`` (default ``RLHF_HOME/exports/RUN``), and to the store if that is remote."""
+    context = StageContext(config, cluster, version - 1, attempt="export")
+    key = layout.export(context.run, export_name(version))
+    found = find_record(context.store, key, ExportRecord)
+    if found is not None and (found.files or (Path(found.folder) / "config.json").exists()):
+        return found
+    folder = Path(config.storage.export or load_settings().home / "exports" / context.run).resolve()
+    model = str(model_folder(config))
+    to_trainers(context)
+    context.trainers.call("export", version, model, str(folder), seconds=context.deadline)
+    files = []
+    if not isinstance(context.store, LocalObjectStore):
+        files = upload_folder(context.store, folder, layout.export(context.run, f"v{version:010d}"))
+    record = ExportRecord(
+        run=context.run,
+        policy_version=version,
+        weights_digest=load_stage(context.store, context.run, version - 1, "update").details["weights_digest"],
+        folder=str(folder),
+        files=tuple(files),
+    )
+    return commit_record(context.store, key, record)[0]

