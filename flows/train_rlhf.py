@@ -28,7 +28,7 @@ from tasks.export import export_policy
 from tasks.names import named, training_run_name
 
 
-def _stop(_flow: Any, flow_run: Any, _state: Any) -> None:
+def _stop(flow: Any, flow_run: Any, state: Any) -> None:
     """Cancelling the flow ends its actors too; they would outlive it."""
     stop_actors(RunConfig.model_validate(flow_run.parameters["config"]))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
-from typing import Any
 
 from prefect import task
 from prefect.cache_policies import NO_CACHE
@@ -19,7 +18,7 @@ from tasks.tracking import track
 
 
 @task(name="commit", task_run_name="it{iteration:06d}-commit", persist_result=False, cache_policy=NO_CACHE, retries=2)
-def commit(config: RunConfig, cluster: ClusterRef, iteration: int) -> Any:
+def commit(config: RunConfig, cluster: ClusterRef, iteration: int) -> object:
     """Write ``DONE.json`` by put-if-absent, then tell Prefect and the trackers."""
     context = StageContext(config, cluster, iteration, attempt="commit")
     key = layout.iteration_done(context.run, iteration)

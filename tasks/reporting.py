@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from typing import cast
 from uuid import UUID
 
 from prefect.artifacts import (
@@ -31,9 +32,8 @@ def artifact_key(run: str, what: str) -> str:
 
 def start_progress(config: RunConfig, done: int) -> UUID:
     """A progress bar of the whole run, on the flow run's page."""
-    return create_progress_artifact(
-        progress=100.0 * done / config.iterations, description=f"iterations of {config.run_id}"
-    )
+    description = f"iterations of {config.run_id}"
+    return cast(UUID, create_progress_artifact(100.0 * done / config.iterations, description=description))
 
 
 def show_progress(artifact: UUID, config: RunConfig, done: int) -> None:

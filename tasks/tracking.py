@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from infra.settings import load_settings
 from rlhf_core.config import RunConfig
 from rlhf_core.manifests import IterationRecord
@@ -52,4 +54,4 @@ def _mlflow(config: RunConfig, record: IterationRecord) -> None:
 
 
 #: Open event files of this process, by folder.
-_WRITERS: dict[str, object] = {}
+_WRITERS: dict[str, Any] = {}

@@ -161,7 +161,8 @@ class TrainerActor(Fenced):
 
     def _forward_plan(self, tokens: TokenRows, groups: torch.Tensor, parts: list[range]) -> list[list[list[int]]]:
         """This rank's micro-batches; as many as on the busiest rank, because forward passes are collective."""
-        optim, plans = self.settings.optim, []
+        optim = self.settings.optim
+        plans: list[list[list[list[int]]]] = []
         for rows in parts:
             units = units_of(list(rows), groups, optim.share_prompts)
             if not units:
