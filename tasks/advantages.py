@@ -6,6 +6,7 @@ from rlhf_core.actors.jobs import ExperienceJob, StageResult
 from rlhf_core.manifests import StageManifest
 from rlhf_core.metrics import merge_metrics, values
 from tasks.context import StageContext
+from tasks.handover import to_trainers
 from tasks.stage import manifest_of, stage_task
 
 
@@ -21,6 +22,7 @@ def advantages(context: StageContext) -> StageManifest:
         rewards=rewards,
         version=rollouts.policy_version,
     )
+    to_trainers(context)
     results: list[StageResult] = context.trainers.call("experience", job, seconds=context.deadline)
     return manifest_of(
         context,

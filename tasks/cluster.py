@@ -109,7 +109,8 @@ def _create(config: RunConfig, cluster: ClusterRef, gpu: bool) -> None:
     threads = config.resources.threads or _threads(plan)
     environment = {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
     if gpu:
-        environment |= {"PYTORCH_CUDA_ALLOC_CONF": ""}  # expandable segments cannot be shared by CUDA IPC
+        # Expandable segments cannot be shared by CUDA IPC; the variable has an old and a new name.
+        environment |= dict.fromkeys(("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"), "expandable_segments:False")
     from rlhf_core.actors.reward_actor import RewardActor
     from rlhf_core.actors.rollout_actor import RolloutActor
     from rlhf_core.actors.trainer_actor import TrainerActor
@@ -125,9 +126,12 @@ def _create(config: RunConfig, cluster: ClusterRef, gpu: bool) -> None:
         specs.append(ActorSpec(name, TrainerActor, (settings, store), actor_options(group, place, environment)))
     reward_options = {"num_cpus": 0, "scheduling_strategy": "SPREAD", "runtime_env": {"env_vars": environment}}
     specs += [ActorSpec(name, RewardActor, (str(folder), store), reward_options) for name in cluster.rewards]
-    create(specs, cluster.namespace)
-    names = [spec.name for spec in specs]
-    ActorGroup(names, cluster.namespace, cluster.epoch).call_claim(config.limits.startup_seconds)
+    # vLLM measures the GPU's free memory while it starts: nobody else may take or give any in the meantime.
+    first = len(cluster.engines) if gpu and config.resources.colocate else len(specs)
+    for part in (specs[:first], specs[first:]):
+        create(part, cluster.namespace)
+        names = [spec.name for spec in part]
+        ActorGroup(names, cluster.namespace, cluster.epoch).call_claim(config.limits.startup_seconds)
 
 
 def _plan(config: RunConfig, gpu: bool) -> Plan:

@@ -16,6 +16,7 @@ from rlhf_core.metrics import values
 from rlhf_core.records import commit_record, find_record
 from tasks.context import StageContext
 from tasks.generate import sampling_seed
+from tasks.handover import to_engines
 from tasks.runs import evaluation_name
 
 
@@ -30,6 +31,7 @@ def evaluate(config: RunConfig, cluster: ClusterRef, version: int) -> Evaluation
     found = find_record(context.store, key, EvaluationRecord)
     if found is not None or context.prompts.heldout is None:
         return found
+    to_engines(context)
     metrics: dict[str, float] = {}
     samples: list[dict[str, Any]] = []
     limit = config.generate.max_new_tokens

@@ -8,7 +8,7 @@ from rlhf_core.manifests import StageManifest
 from rlhf_core.metrics import merge_metrics, values
 from rlhf_core.prompts.order import prompt_rows
 from tasks.context import StageContext, split
-from tasks.handover import to_trainers
+from tasks.handover import to_engines
 from tasks.stage import manifest_of, stage_task
 
 
@@ -32,11 +32,11 @@ def generate(context: StageContext) -> StageManifest:
         )
         for engine, part in enumerate(split(len(rows), len(context.cluster.engines)))
     ]
+    to_engines(context)
     busy = [(engine, job) for engine, job in enumerate(jobs) if job.prompt_rows]
     engines = context.engines
     engines.names = tuple(engines.names[engine] for engine, _ in busy)
     results: list[StageResult] = engines.call_each("generate", [(job,) for _, job in busy], seconds=context.deadline)
-    to_trainers(context)
     metrics = values(merge_metrics(r.metrics for r in results))
     metrics["generate/tokens_per_second"] = metrics["generate/tokens"] / metrics["generate/engine_seconds"]
     return manifest_of(

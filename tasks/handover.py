@@ -13,7 +13,7 @@ def to_trainers(context: StageContext) -> None:
 
 
 def to_engines(context: StageContext) -> None:
-    """Trainers move to the host; the engines have woken up with the sync."""
+    """Trainers move to the host; the engines woke up with the last sync. Both directions may be repeated."""
     if _shared(context):
         context.trainers.call("offload", seconds=context.deadline)
 

@@ -71,7 +71,8 @@ def context_length(config: RunConfig, facts: ModelFacts) -> int:
         return int(wanted)
     if config.prompts.max_prompt_tokens is None:
         return facts.context_length
-    return min(facts.context_length, config.prompts.max_prompt_tokens + config.generate.max_new_tokens)
+    # One more, because an engine refuses a sequence that leaves no room for another token, as the probe's may.
+    return min(facts.context_length, config.prompts.max_prompt_tokens + config.generate.max_new_tokens + 1)
 
 
 def check_context(config: RunConfig, facts: ModelFacts) -> None:

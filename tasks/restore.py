@@ -14,7 +14,6 @@ from rlhf_core.errors import DigestMismatch
 from rlhf_core.manifests import CheckpointRecord, ClusterRef
 from tasks.checkpoint import download_files, newest_checkpoint
 from tasks.context import StageContext
-from tasks.handover import to_engines
 from tasks.sync import push_weights
 from tasks.update import apply_update
 
@@ -42,7 +41,6 @@ def restore(config: RunConfig, cluster: ClusterRef, version: int) -> None:
         logger.info("replayed the update of iteration %d", iteration)
     digest = load_stage(context.store, context.run, version - 1, "update").details["weights_digest"]
     push_weights(context, version, digest)
-    to_engines(context)
 
 
 def _load_newest(context: StageContext, version: int) -> int:

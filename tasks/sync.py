@@ -13,7 +13,6 @@ from rlhf_core.buffer import read_rows
 from rlhf_core.errors import AgreementError
 from rlhf_core.manifests import StageManifest
 from tasks.context import StageContext
-from tasks.handover import to_engines
 from tasks.stage import manifest_of, stage_task
 
 
@@ -24,7 +23,6 @@ def sync(context: StageContext) -> StageManifest:
     update = context.stage("update")
     metrics = push_weights(context, version, update.details["weights_digest"])
     metrics |= probe(context, version)
-    to_engines(context)
     return manifest_of(
         context,
         "sync",
@@ -39,6 +37,7 @@ def push_weights(context: StageContext, version: int, digest: str) -> dict[str, 
     """Gather the policy on the ranks and load it into every engine; each must report exactly ``digest``."""
     started = time.monotonic()
     trainers, engines = context.trainers, context.engines
+    trainers.call("reload", seconds=context.deadline)  # they may be away after a sync that was cut off
     engines.call("begin_update", seconds=context.deadline)
     sinks = _sinks(context, trainers, engines)
     bucket = context.config.sync.bucket_mib << 20

@@ -7,6 +7,7 @@ from rlhf_core.errors import IntegrityError
 from rlhf_core.manifests import StageManifest
 from rlhf_core.metrics import merge_metrics, values
 from tasks.context import StageContext
+from tasks.handover import to_trainers
 from tasks.stage import manifest_of, stage_task
 
 
@@ -28,6 +29,7 @@ def apply_update(context: StageContext) -> StageManifest:
         groups=context.config.generate.prompts_per_iteration,
         version=rollouts.policy_version,
     )
+    to_trainers(context)
     results: list[StageResult] = context.trainers.call("update", job, seconds=context.deadline)
     digests = {r.weights_digest for r in results}
     if len(digests) != 1:

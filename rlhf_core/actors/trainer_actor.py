@@ -147,12 +147,12 @@ class TrainerActor(Fenced):
     def offload(self, epoch: int) -> None:
         """Free the GPU for the engine."""
         self.require_epoch(epoch)
-        self.engine.offload()
+        self.engine.offloader.offload()
 
     def reload(self, epoch: int) -> None:
         """Come back to the GPU."""
         self.require_epoch(epoch)
-        self.engine.reload()
+        self.engine.offloader.reload()
 
     def _require(self, epoch: int, version: int) -> None:
         self.require_epoch(epoch)

@@ -18,7 +18,7 @@ class GenerateConfig(Section):
     """Responses of one prompt: the size of a group."""
     max_new_tokens: int = Field(default=24, ge=1)
     """Longest response in tokens."""
-    temperature: float = Field(default=1.0, gt=0, le=10)
+    temperature: float = Field(default=1.0, gt=0, le=2)
     """Sampling temperature; logprobs of engine and trainer are both taken after it."""
     engine: dict[str, Any] = {}
     """Further vLLM engine arguments, passed through as they are (`max_num_seqs`, `enforce_eager`, ...)."""

@@ -17,6 +17,15 @@ import numpy as np
 from rlhf_core.engines.weights import BucketSpec
 from rlhf_core.errors import IntegrityError, StaleEngine
 
+#: vLLM's names for the memory that sleep gives back.
+SLEEP_TAGS = ("weights", "kv_cache")
+
+#: How a response may end: at an end token, or at ``max_new_tokens``. Anything else is a fault of the engine.
+FINISH_REASONS = frozenset({"stop", "length"})
+
+#: Sequences of a GPU engine in flight: vLLM keeps a [sequences, vocabulary] table for its sampler.
+MAX_SEQUENCES_GPU = 1024
+
 _EXTENSION = "rlhf_core.engines.vllm_worker.PolicyReceiver"
 
 
@@ -75,7 +84,11 @@ def to_vllm_args(settings: EngineSettings) -> dict[str, Any]:
     if settings.device == "cpu":
         args |= {"enforce_eager": True}  # compiling costs a minute and gains nothing at this size
     else:
-        args |= {"gpu_memory_utilization": settings.memory_fraction, "enable_sleep_mode": settings.sleep}
+        args |= {
+            "gpu_memory_utilization": settings.memory_fraction,
+            "enable_sleep_mode": settings.sleep,
+            "max_num_seqs": min(settings.max_num_seqs, MAX_SEQUENCES_GPU),
+        }
     if settings.tensor_parallel > 1:
         args |= {"distributed_executor_backend": "ray"}
     return args | settings.options
@@ -87,7 +100,6 @@ def engine_environment(settings: EngineSettings) -> dict[str, str]:
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": "WARNING",
-        "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # CUDA IPC handles are RPC arguments; workers are our own processes
     }
     if settings.device == "cpu":
         environment |= {
@@ -107,14 +119,14 @@ class VllmEngine:
         self.settings = settings
         self.llm = LLM(**to_vllm_args(settings))
         self.version: int | None = 0  # what the model folder holds; None while an update is under way or has failed
-        self.asleep = False
+        self._sleeping: set[str] = set()
         self._requests = 0
 
     def require(self, version: int) -> None:
         """StaleEngine unless the engine serves exactly ``version`` and is awake."""
         if self.version != version:
             raise StaleEngine(f"the engine serves policy version {self.version}, not {version}: sync it first")
-        if self.asleep:
+        if self._sleeping:
             raise StaleEngine("the engine sleeps: wake it before it generates")
 
     def generate(
@@ -141,31 +153,37 @@ class VllmEngine:
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
         started: dict[str, tuple[int, float]] = {}
-        for index, prompt in enumerate(prompts):
-            self._requests += 1
-            name = f"r{self._requests}"
-            started[name] = (index, time.monotonic())
-            self.llm.llm_engine.add_request(name, {"prompt_token_ids": list(prompt)}, params)
         try:
+            for index, prompt in enumerate(prompts):
+                self._requests += 1
+                name = f"r{self._requests}"
+                self.llm.llm_engine.add_request(name, {"prompt_token_ids": list(prompt)}, params)
+                started[name] = (index, time.monotonic())
             yield from self._collect(started, sampling)
         finally:
-            if started:  # the caller gave up: nothing of this call may run on
+            if started:  # an error, or the caller gave up: nothing of this call may run on
                 self.llm.llm_engine.abort_request(list(started))
 
     def _collect(self, started: dict[str, tuple[int, float]], sampling: Sampling) -> Iterator[FinishedGroup]:
         while started:
-            for output in self.llm.llm_engine.step():
+            outputs = self.llm.llm_engine.step()
+            if not outputs and not self.llm.llm_engine.has_unfinished_requests():
+                raise IntegrityError(f"vLLM lost {len(started)} requests: it has none left and did not answer them")
+            for output in outputs:
                 if not output.finished:
                     continue
                 index, since = started.pop(output.request_id)
                 samples = sorted(output.outputs, key=lambda o: o.index)
                 if len(samples) != sampling.samples:
                     raise IntegrityError(f"vLLM returned {len(samples)} of {sampling.samples} samples of a prompt")
+                reasons = [str(s.finish_reason) for s in samples]
+                if not set(reasons) <= FINISH_REASONS:
+                    raise IntegrityError(f"vLLM ended samples of a prompt with {sorted(set(reasons) - FINISH_REASONS)}")
                 yield FinishedGroup(
                     index=index,
                     token_ids=[list(s.token_ids) for s in samples],
                     logprobs=[list(s.logprobs.logprobs) for s in samples] if sampling.logprobs else [],
-                    finish_reasons=[str(s.finish_reason) for s in samples],
+                    finish_reasons=reasons,
                     seconds=time.monotonic() - since,
                 )
 
@@ -202,23 +220,25 @@ class VllmEngine:
                 f"policy version {version} did not arrive intact: the trainer's digest is {digest}, "
                 f"the engine's workers received {sorted(received)}"
             )
-        self.llm.reset_prefix_cache()  # cached keys and values belong to the old weights
+        if not self.llm.reset_prefix_cache():  # cached keys and values belong to the old weights
+            raise IntegrityError("the engine still runs requests: it cannot drop what it cached with the old weights")
         self.version = version
         return digest
 
     def sleep(self, discard_weights: bool) -> None:
         """Give the device's memory back. ``discard_weights``: the next sync overwrites them, so nothing is copied out."""
-        if self.settings.sleep and not self.asleep:
+        if self.settings.sleep and not self._sleeping:
             self.llm.sleep(level=2 if discard_weights else 1)
-            self.asleep = True
+            self._sleeping = set(SLEEP_TAGS)
             if discard_weights:
                 self.version = None
 
-    def wake(self, tags: tuple[str, ...] | None = None) -> None:
-        """Take the device's memory again; ``tags`` as in vLLM (``weights``, ``kv_cache``), None for all."""
-        if self.settings.sleep and self.asleep:
-            self.llm.wake_up(tags=list(tags) if tags else None)
-            self.asleep = tags is not None and "kv_cache" not in tags
+    def wake(self, tags: tuple[str, ...] = SLEEP_TAGS) -> None:
+        """Take the device's memory of these tags again, as far as they sleep (mapping memory twice is a CUDA error)."""
+        asleep = [tag for tag in tags if tag in self._sleeping]
+        if asleep:
+            self.llm.wake_up(tags=asleep)
+            self._sleeping -= set(asleep)
 
     def close(self) -> None:
         """Release the engine's memory."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from rlhf_core.engines.weights import BucketSpec, WeightsDigest, unpack
@@ -21,33 +22,34 @@ if TYPE_CHECKING:
 
 
 class PolicyReceiver:
-    """Mixed into vLLM's worker; ``self.model_runner`` and ``self.vllm_config`` are the worker's."""
+    """Mixed into vLLM's worker; the annotated attributes are the worker's."""
 
     model_runner: Any
     vllm_config: Any
+    device: Any
 
     def rlhf_begin_update(self) -> None:
         """Open a weight update. The model must not serve until it is finished."""
-        from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-        self.rlhf_digest = WeightsDigest()
+        model = self.model_runner.get_model()
         with self._rlhf_context():
-            initialize_layerwise_reload(self.model_runner.get_model())
+            if getattr(self, "rlhf_updating", False):
+                # An update was cut off. Its half-loaded layers would swallow the new weights unseen: close it first.
+                finalize_layerwise_reload(model, self.vllm_config.model_config)
+            initialize_layerwise_reload(model)
+        self.rlhf_digest, self.rlhf_updating = WeightsDigest(), True
 
     def rlhf_load_bucket(self, spec: BucketSpec, payload: Any) -> None:
         """Load one packed bucket. ``payload`` is a uint8 numpy array, or a CUDA IPC handle (rebuild function, arguments)."""
-        device = next(iter(self.model_runner.get_model().parameters())).device
-        flat = self._rlhf_open(payload, device)
-        items = []
-        for name, tensor in unpack(spec, flat):
+        flat = self._rlhf_open(payload)
+        items = list(unpack(spec, flat))
+        for name, tensor in items:
             self.rlhf_digest.add(name, tensor)
-            # Layers keep references to what they were given until all of their parts have arrived, which may be in a later
-            # bucket; the sender reuses the memory behind an IPC handle, so those tensors must be copies.
-            items.append((name, tensor.clone() if device.type == "cuda" else tensor))
         with self._rlhf_context():
             self.model_runner.get_model().load_weights(items)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        if flat.is_cuda:
+            torch.cuda.synchronize(flat.device)
 
     def rlhf_finish_update(self) -> str:
         """Close the update; returns the digest of everything that was received."""
@@ -55,6 +57,7 @@ class PolicyReceiver:
 
         with self._rlhf_context():
             finalize_layerwise_reload(self.model_runner.get_model(), self.vllm_config.model_config)
+        self.rlhf_updating = False
         if not self.rlhf_digest.checksums:
             raise IntegrityError("a weight update was finished without a single bucket")
         return self.rlhf_digest.hexdigest()
@@ -62,18 +65,20 @@ class PolicyReceiver:
     def rlhf_seed(self, seed: int) -> None:
         """Seed the sampler's generators of this worker."""
         torch.manual_seed(seed)
+        np.random.seed(seed % 2**32)  # vLLM's newer model runner draws request seeds from this generator
 
     def _rlhf_context(self) -> Any:
         from vllm.config import set_current_vllm_config
 
         return set_current_vllm_config(self.vllm_config)
 
-    @staticmethod
-    def _rlhf_open(payload: Any, device: torch.device) -> Tensor:
+    def _rlhf_open(self, payload: Any) -> Tensor:
+        device: torch.device = self.device
         if isinstance(payload, tuple):
             rebuild, arguments = payload
             arguments = list(arguments)
             arguments[6] = device.index or 0  # the sender's device index means nothing in this process
-            return rebuild(*arguments)
-        flat = torch.from_numpy(payload)
-        return flat.to(device) if device.type == "cuda" else flat
+            # A copy: layers keep what they were given until all of their parts have arrived, which may be in a later
+            # bucket, and the sender reuses the memory behind the handle.
+            return rebuild(*arguments).clone()
+        return torch.from_numpy(payload).to(device)

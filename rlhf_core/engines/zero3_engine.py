@@ -16,6 +16,7 @@ from rlhf_core.algorithms.kl import token_kl
 from rlhf_core.algorithms.losses import add_kl, policy_loss
 from rlhf_core.algorithms.masked import Denominators, count, length_mask, masked_sum, pad_rows
 from rlhf_core.config.learning import AlgorithmConfig, OptimConfig
+from rlhf_core.engines.offload import Offloader
 from rlhf_core.engines.policy_model import PolicyModel, exported_name, load_policy
 from rlhf_core.engines.rows import TokenRows, gather_rows, units_of
 from rlhf_core.engines.weights import BucketSpec, WeightsDigest, pack, plan_buckets
@@ -114,6 +115,7 @@ class Zero3Engine:
         self.engine, *_ = deepspeed.initialize(model=policy, optimizer=optimizer, config=config)
         self.policy: PolicyModel = self.engine.module
         self.device = torch.device(self.engine.device)
+        self.offloader = Offloader(self.engine, self.device)
         self.steps = 0
         self.reference = self._load_reference() if settings.algorithm.kl_coef > 0 else None
         self._parameters = {exported_name(n): p for n, p in self.policy.named_parameters()}
@@ -304,17 +306,6 @@ class Zero3Engine:
         if path is None or state is None:
             raise FileNotFoundError(f"no checkpoint {tag!r} below {folder!r}")
         self.steps = int(state["steps"])
-
-    def offload(self) -> None:
-        """Move weights, gradients and optimizer to the host while the engine generates on the same GPU."""
-        if self.settings.device != "cpu":
-            self.engine.offload_states()
-            torch.cuda.empty_cache()
-
-    def reload(self) -> None:
-        """Bring everything back to the GPU."""
-        if self.settings.device != "cpu":
-            self.engine.reload_states()
 
     def close(self) -> None:
         """Leave the process group."""

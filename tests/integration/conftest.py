@@ -248,9 +248,9 @@ class RankEngine:
 
     def logprobs(self, tokens, temperature: float = 1.0, reference: bool = False) -> dict:
         """Row -> (logprobs, entropies), the rows spread over the ranks by the engine's own plan."""
-        from rlhf_core.engines.rows import units_of
-
         import torch
+
+        from rlhf_core.engines.rows import units_of
 
         rows = list(range(len(tokens.response_lengths)))
         units = units_of(rows, torch.zeros(len(rows), dtype=torch.int64), share_prompts=False)
