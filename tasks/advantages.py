@@ -31,5 +31,6 @@ def advantages(context: StageContext) -> StageManifest:
         parents={"generate": rollouts.digest, "score": rewards.digest},
         shards=tuple(shard for r in results for shard in r.shards),
         tokens=rollouts.tokens,
-        metrics=values(merge_metrics(r.metrics for r in results)),
+        metrics=values(merge_metrics(r.metrics for r in results))
+        | {"advantages/seconds": max(r.seconds for r in results)},
     )

@@ -42,6 +42,6 @@ def apply_update(context: StageContext) -> StageManifest:
         policy_version=job.version,
         parents={"generate": rollouts.digest, "score": rewards.digest, "advantages": experience.digest},
         tokens=rollouts.tokens,
-        metrics=values(merge_metrics(r.metrics for r in results)),
+        metrics=values(merge_metrics(r.metrics for r in results)) | {"update/seconds": max(r.seconds for r in results)},
         details={"weights_digest": digests.pop()},
     )

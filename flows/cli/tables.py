@@ -24,7 +24,7 @@ ITERATIONS_SHOWN = 20
 METRIC_COLUMNS = {
     "reward/mean": "reward",
     "reward/std": "± std",
-    "response/length": "length",
+    "generate/response_length": "length",
     "policy/entropy": "entropy",
     "policy/reference_kl": "KL",
     "update/grad_norm": "grad norm",

@@ -82,7 +82,8 @@ def to_vllm_args(settings: EngineSettings) -> dict[str, Any]:
         "enable_prefix_caching": True,
     }
     if settings.device == "cpu":
-        args |= {"enforce_eager": True}  # compiling costs a minute and gains nothing at this size
+        # Compiling costs a minute and gains nothing at this size.
+        args |= {"enforce_eager": True, "kv_cache_memory_bytes": int(settings.kv_cache_gib * 2**30)}
     else:
         args |= {
             "gpu_memory_utilization": settings.memory_fraction,
@@ -102,10 +103,7 @@ def engine_environment(settings: EngineSettings) -> dict[str, str]:
         "VLLM_LOGGING_LEVEL": "WARNING",
     }
     if settings.device == "cpu":
-        environment |= {
-            "VLLM_CPU_KVCACHE_SPACE": f"{max(1, round(settings.kv_cache_gib))}",
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the trainer shares the cores
-        }
+        environment |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}  # the trainer shares the cores
     return environment
 
 

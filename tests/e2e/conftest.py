@@ -1,0 +1,228 @@
+"""One stack of local services and one S3 server for all end-to-end tests; every run has its own name."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from infra.object_store import open_store
+from infra.s3_server import S3Server
+from infra.services import ServiceStack
+from infra.services.processes import stack_processes
+from rlhf_core.testing.tiny_model import make_tiny_model, tiny_tokenizer_folder
+
+REPOSITORY = Path(__file__).parents[2]
+FIXTURES = REPOSITORY / "tests" / "fixtures"
+RLHF = str(Path(sys.executable).with_name("rlhf"))
+#: Iterations of the reference run; what other runs do in an iteration is compared with it.
+ITERATIONS = 7
+BUCKET = "e2e"
+
+PRESET = """
+iterations = {iterations}
+[model]
+source = "{model}"
+dtype = "float32"
+[prompts]
+heldout = 4
+max_prompt_tokens = 64
+[generate]
+prompts_per_iteration = 2
+samples_per_prompt = 4
+max_new_tokens = 8
+[[reward.functions]]
+function = "{fixtures}/e2e_rewards.py:letters"
+[optim]
+learning_rate = 1e-3
+[checkpoint]
+every = 0
+[resources]
+kv_cache_gib = 0.1
+"""
+
+#: Variables of the caller that would lead past the stack.
+FOREIGN = ("PREFECT_", "RAY_", "RLHF_", "AWS_", "VLLM_")
+
+
+@dataclass
+class World:
+    """The folder that commands run in, its services in ``.rlhf``, and ways to ask them."""
+
+    folder: Path
+    preset: Path
+    stack: ServiceStack
+    s3: S3Server
+    api_url: str
+    services: dict[str, str]
+    """Variables that name the services, for programs that cannot find them by the folder."""
+
+    def environment(self, **changes: str) -> dict[str, str]:
+        """The caller's environment without anything that leads elsewhere, and with the credentials of S3."""
+        kept = {k: v for k, v in os.environ.items() if not k.startswith(FOREIGN)}
+        return {**kept, **self.s3.env(), **changes}
+
+    def rlhf(self, *arguments: str, timeout: float = 120, **changes: str) -> subprocess.CompletedProcess[str]:
+        """Run the command to its end in the folder."""
+        env = self.environment(**changes)
+        return subprocess.run(
+            [RLHF, *arguments],
+            cwd=self.folder,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            check=False,
+        )
+
+    def train(self, run: str, *arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
+        """`rlhf train` of the shared preset to the end; must succeed."""
+        done = self.rlhf("train", str(self.preset), "--run", run, *arguments, **options)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done
+
+    def start(self, *command: str, log: Path, **changes: str) -> subprocess.Popen[bytes]:
+        """Start a process of its own in the folder."""
+        with log.open("wb") as output:
+            return subprocess.Popen(
+                command,
+                cwd=self.folder,
+                env=self.environment(**changes),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+
+    def json(self, *arguments: str) -> Any:
+        """Output of a command with ``--json``."""
+        done = self.rlhf(*arguments, "--json")
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)
+
+    def record(self, key: str, url: str | None = None) -> dict[str, Any]:
+        """A JSON object of a store, by default the folder's."""
+        return json.loads(open_store(url or str(self.folder / ".rlhf" / "store")).get(key))
+
+    def weights(self, run: str, iteration: int, url: str | None = None) -> str:
+        """Digest of the weights that an iteration ended with."""
+        return self.record(f"runs/{run}/iterations/{iteration:06d}/DONE.json", url)["weights_digest"]
+
+    def commits(self, run: str, iteration: int) -> dict[str, bytes]:
+        """Manifests of the stages that are committed, by stage."""
+        folder = self.folder / ".rlhf" / "store" / "runs" / run / "iterations" / f"{iteration:06d}" / "commits"
+        return {path.stem: path.read_bytes() for path in folder.glob("*.json")}
+
+    # Prefect, as its UI asks it
+
+    def prefect(self, path: str, body: dict[str, Any] | None = None) -> Any:
+        """POST (GET without a body) to the API."""
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(f"{self.api_url}/{path}", data, {"Content-Type": "application/json"})
+        with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=30) as answer:
+            return json.load(answer)
+
+    def flow_runs(self, name: str) -> list[dict[str, Any]]:
+        """Flow runs of this name, the newest first."""
+        return self.prefect(
+            "flow_runs/filter", {"flow_runs": {"name": {"any_": [name]}}, "sort": "EXPECTED_START_TIME_DESC"}
+        )
+
+    def task_states(self, flow_run: str, expected: int) -> dict[str, str]:
+        """Task run name -> name of its state, once ``expected`` runs of the flow run are final; they arrive late."""
+        body = {"flow_runs": {"id": {"any_": [flow_run]}}}
+
+        def final() -> dict[str, str] | None:
+            rows = self.prefect("task_runs/filter", body)
+            ended = {r["name"]: r["state_name"] for r in rows if r["state_type"] not in ("PENDING", "RUNNING")}
+            return ended if len(ended) >= expected else None
+
+        return until(final)
+
+    def actor_processes(self) -> list[psutil.Process]:
+        """Processes of Ray actors of this stack."""
+        names = ("ray::RolloutActor", "ray::TrainerActor", "ray::RewardActor")
+        found = []
+        for process in stack_processes(self.stack.layout.identity):
+            try:
+                if " ".join(process.cmdline()).startswith(names):
+                    found.append(process)
+            except psutil.NoSuchProcess:
+                continue
+        return found
+
+    def kill_actors(self) -> None:
+        """SIGKILL for every actor of the stack, and wait until they are gone."""
+        processes = self.actor_processes()
+        assert len(processes) >= 3
+        for process in processes:
+            process.kill()
+        psutil.wait_procs(processes, timeout=30)
+        until(lambda: not self.actor_processes())
+
+
+def until(condition: Callable[[], Any], seconds: float = 60.0, pause: float = 0.1) -> Any:
+    """The first true value of the condition; an assertion after the seconds."""
+    deadline = time.monotonic() + seconds
+    while not (value := condition()):
+        assert time.monotonic() < deadline, f"nothing for {seconds} s"
+        time.sleep(pause)
+    return value
+
+
+@pytest.fixture(scope="session")
+def e2e_model(tmp_path_factory) -> Path:
+    """Folder of the tiny random model, float32."""
+    tokenizer = tiny_tokenizer_folder(tmp_path_factory.mktemp("tokenizer"))
+    return make_tiny_model(tmp_path_factory.mktemp("tiny") / "model", tokenizer)
+
+
+@pytest.fixture(scope="session")
+def world(e2e_model) -> Iterator[World]:
+    """The services, up. Their folder is short because unix sockets are below it."""
+    folder = Path(tempfile.mkdtemp(prefix="rlhf-e2e-"))
+    stack = ServiceStack(folder / ".rlhf")
+    try:
+        with S3Server(folder / "s3", bucket=BUCKET) as s3, pytest.MonkeyPatch.context() as environment:
+            for name in [n for n in os.environ if n.startswith(FOREIGN)]:
+                environment.delenv(name)
+            # Workers, which write to S3 themselves, inherit from the services.
+            for name, value in s3.env().items():
+                environment.setenv(name, value)
+            # Ray counts the memory of the whole machine and would kill actors because of what else runs on it.
+            environment.setenv("RAY_memory_monitor_refresh_ms", "0")
+            addresses = stack.up(180)
+            preset = folder / "tiny.toml"
+            preset.write_text(PRESET.format(iterations=ITERATIONS, model=e2e_model, fixtures=FIXTURES))
+            yield World(folder, preset, stack, s3, addresses.prefect_api_url, addresses.environment)
+    finally:
+        stack.down()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@dataclass
+class Finished:
+    """A run that was trained to the end by one command."""
+
+    run: str
+    stdout: str
+    stderr: str
+
+
+@pytest.fixture(scope="session")
+def reference(world) -> Finished:
+    """Run ``a``: the shared preset, never interrupted, in the default store."""
+    done = world.train("a", timeout=240)
+    return Finished("a", done.stdout, done.stderr)
