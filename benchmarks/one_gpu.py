@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import statistics
 import subprocess
 import sys
@@ -24,16 +25,23 @@ class MemoryWatch(threading.Thread):
 
     def __init__(self) -> None:
         super().__init__(daemon=True)
-        self.peak, self.done = 0, threading.Event()
+        self.peak = 0
+        self.process: subprocess.Popen | None = None
 
     def run(self) -> None:
-        command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
-        while not self.done.wait(0.5):
-            try:
-                answer = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-            except (FileNotFoundError, subprocess.CalledProcessError):
-                return
-            self.peak = max(self.peak, *(int(line) for line in answer.split()))
+        # One process that repeats: starting one for every reading would itself slow the driver down.
+        command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "--loop-ms=500"]
+        if shutil.which(command[0]) is None:
+            return
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        for line in self.process.stdout or ():
+            self.peak = max(self.peak, int(line))
+
+    def stop(self) -> None:
+        """End the reading."""
+        if self.process is not None:
+            self.process.terminate()
+            self.process.wait()
 
 
 def phases(view: dict) -> dict[str, list[float]]:
@@ -73,7 +81,7 @@ def main() -> None:
     watch.start()
     subprocess.run([*CLI, "train", arguments.preset, "--run", arguments.run, *overrides], check=True)
     seconds = time.monotonic() - started
-    watch.done.set()
+    watch.stop()
     shown = subprocess.run([*CLI, "show", arguments.run, "--json", "--all"], capture_output=True, text=True, check=True)
     view = json.loads(shown.stdout)
     rows = phases(view)

@@ -42,6 +42,8 @@ def train_rlhf(config: RunConfig) -> RunSummary:
     """
     config = named(config)
     with drive(config) as driver:
+        if driver.is_finished():
+            return driver.finish()
         cluster = driver.start_cluster()
         if driver.at_start():
             evaluate(config, cluster, version=0)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 from typing import TYPE_CHECKING
 
 from prefect import task
 from prefect.cache_policies import NO_CACHE
+from prefect.logging import get_run_logger
 
 from infra.placement import Plan, actor_options, plan_bundles, release, reserve
 from infra.ray_cluster import connect, cores_per_node, has_gpus, rendezvous
@@ -23,8 +23,6 @@ from tasks.restore import restore
 
 if TYPE_CHECKING:
     from rlhf_core.engines.zero3_engine import TrainerSettings
-
-logger = logging.getLogger(__name__)
 
 #: Ray namespace of all runs; actor names carry the run.
 NAMESPACE = "rlhf"
@@ -51,7 +49,7 @@ def start_cluster(config: RunConfig, epoch: int) -> ClusterRef:
     )
     version = load_progress(open_run_store(config), config.run_id).policy_version
     if _reattach(cluster, version):
-        logger.info("reattached to the living actors at policy version %d", version)
+        get_run_logger().info("reattached to the living actors at policy version %d", version)
         return cluster
     stop_actors(config)
     _create(config, cluster, gpu)
@@ -116,8 +114,10 @@ def _create(config: RunConfig, cluster: ClusterRef, gpu: bool) -> None:
     from rlhf_core.actors.trainer_actor import TrainerActor
 
     engine_settings = _engine_settings(config, str(folder), gpu)
+    # The host thread of a GPU engine is the bottleneck: helper threads for small CPU tensors only get in its way.
+    engine_environment = environment | ({"OMP_NUM_THREADS": "1"} if gpu and not config.resources.threads else {})
     specs = [
-        ActorSpec(name, RolloutActor, (engine_settings, store), actor_options(group, place, environment))
+        ActorSpec(name, RolloutActor, (engine_settings, store), actor_options(group, place, engine_environment))
         for name, place in zip(cluster.engines, plan.engines, strict=True)
     ]
     master = rendezvous(group)

@@ -16,6 +16,7 @@ from rlhf_core.lease import Holder, Lease
 from rlhf_core.manifests import ClusterRef, RunSummary
 from tasks.cluster import start_cluster, stop_actors
 from tasks.context import open_run_store
+from tasks.export import find_export
 from tasks.preflight import check_before_start
 from tasks.progress import load_progress
 from tasks.reporting import report_summary, show_progress, start_progress
@@ -36,6 +37,10 @@ class Driver:
     lease: Lease
     started: float = field(default_factory=time.monotonic)
     _bar: UUID | None = None
+
+    def is_finished(self) -> bool:
+        """Whether nothing is left to do: the export, which comes last, is there."""
+        return find_export(self.config, self.config.iterations) is not None
 
     def start_cluster(self) -> ClusterRef:
         """Actors at the run's policy version."""

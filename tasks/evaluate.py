@@ -17,6 +17,7 @@ from rlhf_core.records import commit_record, find_record
 from tasks.context import StageContext
 from tasks.generate import sampling_seed
 from tasks.handover import to_engines
+from tasks.rewards import reward_for_workers
 from tasks.runs import evaluation_name
 
 
@@ -61,5 +62,5 @@ def _sample_and_score(context: StageContext, version: int, sampling: Sampling) -
     engine, worker = context.engines.handles[0], context.rewards.handles[0]
     seed = sampling_seed(context.config.seed, version, -1)
     responses = engine.evaluate.remote(epoch, version, heldout, sampling, seed)
-    scored = worker.score_table.remote(epoch, context.config.reward, heldout, responses)
+    scored = worker.score_table.remote(epoch, reward_for_workers(context.config), heldout, responses)
     return gather([scored], [context.cluster.rewards[0]], "evaluate", context.deadline)[0]

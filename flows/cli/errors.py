@@ -9,11 +9,11 @@ from typing import ParamSpec
 
 import typer
 
-from rlhf_core.errors import IntegrityError, RunStateError, UserError
+from rlhf_core.errors import RLHFError, UserError
 
 #: Bad input or a service that cannot be started: change something and try again.
 EXIT_USER = 2
-#: The run or its data is not in the state that the command needs.
+#: A worker failed, or the run or its data is not in the state that the command needs: look, then resume.
 EXIT_STATE = 3
 #: Ended by Ctrl-C, as shells count it (128 + SIGINT).
 EXIT_INTERRUPTED = 130
@@ -25,7 +25,7 @@ def exit_code_of(error: BaseException) -> int | None:
     """The exit code of an expected error, None for one that deserves its traceback."""
     if isinstance(error, UserError):
         return EXIT_USER
-    if isinstance(error, RunStateError | IntegrityError):
+    if isinstance(error, RLHFError):
         return EXIT_STATE
     if isinstance(error, OSError):
         from infra.services.errors import ServiceError  # late: no command pays for it unless something failed

@@ -105,7 +105,7 @@ def gather(calls: Sequence[Any], names: Sequence[str], what: str, seconds: float
 
 def _result(call: Any, name: str, what: str) -> Any:
     import ray
-    from ray.exceptions import RayActorError, RayTaskError
+    from ray.exceptions import RayError, RayTaskError
 
     try:
         return ray.get(call)
@@ -114,7 +114,7 @@ def _result(call: Any, name: str, what: str) -> Any:
         if isinstance(cause, RLHFError):
             raise type(cause)(*cause.args) from error
         raise WorkerError(f"{what}: {name} failed: {type(cause).__name__}: {cause}") from error
-    except RayActorError as error:
+    except RayError as error:  # RayActorError, OutOfMemoryError (killed for memory), a lost node, ...
         raise WorkerError(f"{what}: {name} died: {str(error).strip().splitlines()[0]}") from error
 
 

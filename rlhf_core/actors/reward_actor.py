@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from rlhf_core.actors.fence import Fenced
 from rlhf_core.actors.jobs import ScoreJob, StageResult
 from rlhf_core.buffer import StageWriter, read_rows
 from rlhf_core.config.data import RewardConfig
+from rlhf_core.errors import RewardError
 from rlhf_core.manifests import Shard
 from rlhf_core.metrics import Mean, Metric, Std, Sum
 from rlhf_core.ports import ObjectStore
@@ -80,7 +82,8 @@ class RewardActor(Fenced):
         merged = ScoredBatch([], [], [], {f.name: [] for f in functions})
         for first in range(0, len(texts), reward.batch_size):
             part = slice(first, first + reward.batch_size)
-            scored = score_batch(
+            scored = self._within(
+                reward.timeout_seconds,
                 functions,
                 sample_ids=sample_ids[part],
                 prompts=[r["prompt_text"] for r in records[part]],
@@ -95,6 +98,19 @@ class RewardActor(Fenced):
             for name, values in scored.components.items():
                 merged.components[name].extend(values)
         return merged
+
+    def _within(self, seconds: float, functions: list[LoadedReward], **batch: Any) -> ScoredBatch:
+        """``score_batch`` with a deadline. Python cannot end a thread: one that hangs is left behind, and the run stops."""
+        future = ThreadPoolExecutor(1).submit(score_batch, functions, **batch)
+        try:
+            return future.result(timeout=seconds)
+        except TimeoutError:
+            names = ", ".join(f.name for f in functions)
+            first, last = batch["sample_ids"][0], batch["sample_ids"][-1]
+            raise RewardError(
+                f"reward functions {names}: no answer within {seconds:g} s (reward.timeout_seconds) for samples {first} to "
+                f"{last}; make them faster, raise the limit, or lower reward.batch_size = {len(batch['sample_ids'])}"
+            ) from None
 
     def _decode(self, column: pa.ChunkedArray) -> list[str]:
         return self.tokenizer.decode_batch(column.to_pylist(), skip_special_tokens=True)

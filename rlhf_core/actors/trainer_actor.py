@@ -186,7 +186,7 @@ class TrainerActor(Fenced):
         entropy = torch.cat([scores[row][1] for row in rows])
         behaviour = behaviour[int(offsets[rows.start]) : int(offsets[rows.stop])]
         mask = torch.ones(1, len(old), dtype=torch.bool)
-        stats = mismatch(old[None], behaviour[None], mask, self.settings.algorithm.importance_cap)
+        stats = mismatch(old[None], behaviour[None], mask, self.settings.algorithm.importance_cap or None)
         return {"policy/entropy": Mean(float(entropy.sum()), float(len(entropy))), **stats.as_metrics()}
 
     def _load_experience(self, job: UpdateJob) -> Experience:

@@ -9,10 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from rlhf_core.engines.weights import BucketSpec
-
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from rlhf_core.engines.weights import BucketSpec
 
 #: Two buckets are in flight: one is gathered while the other is loaded.
 BUCKETS_IN_FLIGHT = 2

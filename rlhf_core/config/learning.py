@@ -45,8 +45,8 @@ class AlgorithmConfig(Section):
         "token-mean"
     )
     """How token losses become one number; every denominator is global over the optimizer step."""
-    importance_cap: float | None = Field(default=2.0, gt=0)
-    """Bound on the importance weight exp(trainer - engine logprob) of a token; `None` applies no correction."""
+    importance_cap: float = Field(default=2.0, ge=0)
+    """Bound on the importance weight exp(trainer - engine logprob) of a token; 0 applies no correction."""
 
 
 class OptimConfig(Section):
@@ -113,7 +113,7 @@ class LimitsConfig(Section):
     startup_seconds: float = Field(default=900.0, gt=0)
     """Deadline for placing actors and loading models."""
     retries: int = Field(default=2, ge=0)
-    """Retries of the stages that may be retried in place (generate, score, advantages)."""
+    """Retries of the stages that may be retried in place (generate, score, advantages, sync)."""
 
 
 class TrackingConfig(Section):

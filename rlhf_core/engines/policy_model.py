@@ -47,9 +47,14 @@ class PolicyModel(nn.Module):
 
 def load_policy(folder: str, dtype: str, gradient_checkpointing: bool) -> PolicyModel:
     """Load a Hugging Face folder for training. Dropout is off: policy and old policy must be the same function."""
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype), attn_implementation="sdpa")
+    config = AutoConfig.from_pretrained(folder)
+    for key, value in config.to_dict().items():  # attention reads its dropout from here
+        if ("dropout" in key or key.endswith("pdrop")) and isinstance(value, float):
+            setattr(config, key, 0.0)
+    options = {"dtype": getattr(torch, dtype), "attn_implementation": "sdpa"}
+    model = AutoModelForCausalLM.from_pretrained(folder, config=config, **options)
     if gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     policy = PolicyModel(model)

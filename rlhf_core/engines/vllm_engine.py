@@ -10,12 +10,14 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rlhf_core.engines.weights import BucketSpec
 from rlhf_core.errors import IntegrityError, StaleEngine
+
+if TYPE_CHECKING:
+    from rlhf_core.engines.weights import BucketSpec
 
 #: vLLM's names for the memory that sleep gives back.
 SLEEP_TAGS = ("weights", "kv_cache")

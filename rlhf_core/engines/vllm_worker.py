@@ -55,8 +55,10 @@ class PolicyReceiver:
         """Close the update; returns the digest of everything that was received."""
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
+        model = self.model_runner.get_model()
         with self._rlhf_context():
-            finalize_layerwise_reload(self.model_runner.get_model(), self.vllm_config.model_config)
+            finalize_layerwise_reload(model, self.vllm_config.model_config)
+            self._rlhf_repack_tied_head(model)
         self.rlhf_updating = False
         if not self.rlhf_digest.checksums:
             raise IntegrityError("a weight update was finished without a single bucket")
@@ -66,6 +68,19 @@ class PolicyReceiver:
         """Seed the sampler's generators of this worker."""
         torch.manual_seed(seed)
         np.random.seed(seed % 2**32)  # vLLM's newer model runner draws request seeds from this generator
+
+    @staticmethod
+    def _rlhf_repack_tied_head(model: Any) -> None:
+        """Renew the copy of a tied output layer's weight that vLLM keeps, repacked for its kernels, on CPU.
+
+        A checkpoint with tied embeddings has no weight of its own for that layer, so the layerwise reload puts the shared
+        (updated) weight back but never processes it again: the logits would still come from the old weights.
+        """
+        from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+        for module in model.modules():
+            if isinstance(module, ParallelLMHead) and hasattr(module, "cpu_linear"):
+                module.quant_method.process_weights_after_loading(module)
 
     def _rlhf_context(self) -> Any:
         from vllm.config import set_current_vllm_config

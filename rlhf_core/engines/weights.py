@@ -24,6 +24,7 @@ ALIGNMENT = 64
 #: Words hashed at once: bounds the temporary memory to about 64 MiB.
 _BLOCK = 1 << 22
 _ODD = 0x9E3779B97F4A7C15 - (1 << 64)  # the golden ratio in 64 bits, as a signed number; odd, hence invertible
+_SHIFT, _SHIFTED = 29, (1 << 35) - 1
 _MIX = 0xBF58476D1CE4E5B9 - (1 << 64)
 
 
@@ -82,11 +83,13 @@ def unpack(spec: BucketSpec, flat: Tensor) -> Iterator[tuple[str, Tensor]]:
 
 
 def tensor_checksum(tensor: Tensor) -> int:
-    """64-bit checksum of a tensor's bits: the sum over words w_i of w_i * c_i modulo 2**64.
+    """64-bit checksum of a tensor's bits: the sum over scrambled words s_i of s_i * c_i modulo 2**64, c_i odd.
 
-    The coefficients c_i are odd (so a change of any single word always changes the sum) and scrambled by position (so other
-    corruptions, permutations included, go unnoticed with a probability of about 2**-64). Integer sums do not depend on the
-    order of addition, hence the value is exact on every device. Words are 8 bytes; the tail is padded with zeros.
+    Each word is scrambled before it is weighted, by steps that can be undone (an odd factor, a shift of itself onto itself), so
+    that a change of any single word always changes the sum, and the top bits, which a product alone would leave where they
+    are, reach all others; other corruptions, permutations included, go unnoticed with a probability of about 2**-64. Integer
+    sums do not depend on the order of addition, hence the value is exact on every device. Words are 8 bytes; the tail is
+    padded with zeros.
     """
     raw = tensor.detach().contiguous().view(-1).view(torch.uint8)
     tail = raw.numel() % 8
@@ -96,7 +99,10 @@ def tensor_checksum(tensor: Tensor) -> int:
     total = 0
     for start in range(0, words.numel(), _BLOCK):
         block = words[start : start + _BLOCK]
-        total = (total + int((block * _coefficients(block.numel(), start, block.device)).sum())) & 0xFFFFFFFFFFFFFFFF
+        scrambled = block * _ODD
+        scrambled ^= (scrambled >> _SHIFT) & _SHIFTED  # a logical shift: the arithmetic one could not be undone
+        scrambled *= _coefficients(block.numel(), start, block.device)
+        total = (total + int(scrambled.sum())) & 0xFFFFFFFFFFFFFFFF
     return total
 
 

@@ -70,8 +70,12 @@ class Experience:
         return self.scored & (largest > 0)
 
 
-def to_deepspeed_config(optim: OptimConfig, dtype: str, device: str) -> dict[str, Any]:
-    """DeepSpeed's configuration. Pure. Gradients accumulate and reduce in float32 whatever the weights are."""
+def to_deepspeed_config(optim: OptimConfig, dtype: str, device: str, world_size: int) -> dict[str, Any]:
+    """DeepSpeed's configuration. Pure. Gradients accumulate and reduce in float32 whatever the weights are.
+
+    A single rank keeps its parameters in place: there is nobody to gather them from, and gathering and freeing them around
+    every layer costs the host more than small micro-batches cost the device.
+    """
     return {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,  # boundaries are set by hand: their number differs from step to step
@@ -87,11 +91,16 @@ def to_deepspeed_config(optim: OptimConfig, dtype: str, device: str) -> dict[str
             "contiguous_gradients": True,
             "reduce_bucket_size": _REDUCE_BUCKET,
             "stage3_prefetch_bucket_size": _REDUCE_BUCKET,
-            "stage3_param_persistence_threshold": 100_000,
+            "stage3_param_persistence_threshold": _persistence(world_size),
         },
         "wall_clock_breakdown": False,
         "steps_per_print": 1_000_000_000,
     }
+
+
+def _persistence(world_size: int) -> int:
+    """Parameters of up to this many elements are never partitioned away."""
+    return 100_000 if world_size > 1 else 2**62
 
 
 class Zero3Engine:
@@ -111,7 +120,7 @@ class Zero3Engine:
             eps=optim.epsilon,
             weight_decay=optim.weight_decay,
         )
-        config = to_deepspeed_config(optim, settings.dtype, settings.device)
+        config = to_deepspeed_config(optim, settings.dtype, settings.device, settings.world_size)
         self.engine, *_ = deepspeed.initialize(model=policy, optimizer=optimizer, config=config)
         self.policy: PolicyModel = self.engine.module
         self.device = torch.device(self.engine.device)
@@ -124,8 +133,10 @@ class Zero3Engine:
         import deepspeed
 
         reference = load_policy(self.settings.model, self.settings.dtype, gradient_checkpointing=False).eval()
-        config = to_deepspeed_config(self.settings.optim, self.settings.dtype, self.settings.device)
-        config["zero_optimization"] = {"stage": 3, "stage3_param_persistence_threshold": 100_000}
+        settings = self.settings
+        config = to_deepspeed_config(settings.optim, settings.dtype, settings.device, settings.world_size)
+        threshold = _persistence(settings.world_size)
+        config["zero_optimization"] = {"stage": 3, "stage3_param_persistence_threshold": threshold}
         engine, *_ = deepspeed.initialize(model=reference, config=config)
         return engine
 
@@ -218,7 +229,7 @@ class Zero3Engine:
 
         logprobs, old = pad_rows(flat, batch.lengths_K, width), column(experience.old_logprobs)
         weights = None
-        if algorithm.importance_cap is not None:
+        if algorithm.importance_cap > 0:
             weights = importance_weights(old, column(experience.behaviour_logprobs), mask, algorithm.importance_cap)
         loss, stats = policy_loss(
             logprobs, old, column(experience.advantages), mask,

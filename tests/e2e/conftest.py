@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -11,7 +12,7 @@ import tempfile
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,8 @@ every = 0
 kv_cache_gib = 0.1
 """
 
+#: Prefect's own task run that stands for a subflow in its parent.
+SUBFLOW = re.compile(r"iteration-[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 #: Variables of the caller that would lead past the stack.
 FOREIGN = ("PREFECT_", "RAY_", "RLHF_", "AWS_", "VLLM_")
 
@@ -68,6 +71,7 @@ class World:
     api_url: str
     services: dict[str, str]
     """Variables that name the services, for programs that cannot find them by the folder."""
+    started: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
     def environment(self, **changes: str) -> dict[str, str]:
         """The caller's environment without anything that leads elsewhere, and with the credentials of S3."""
@@ -95,9 +99,9 @@ class World:
         return done
 
     def start(self, *command: str, log: Path, **changes: str) -> subprocess.Popen[bytes]:
-        """Start a process of its own in the folder."""
+        """Start a process of its own in the folder; it is ended with the services at the latest."""
         with log.open("wb") as output:
-            return subprocess.Popen(
+            process = subprocess.Popen(
                 command,
                 cwd=self.folder,
                 env=self.environment(**changes),
@@ -105,6 +109,8 @@ class World:
                 stdout=output,
                 stderr=subprocess.STDOUT,
             )
+        self.started.append(process)
+        return process
 
     def json(self, *arguments: str) -> Any:
         """Output of a command with ``--json``."""
@@ -115,6 +121,10 @@ class World:
     def record(self, key: str, url: str | None = None) -> dict[str, Any]:
         """A JSON object of a store, by default the folder's."""
         return json.loads(open_store(url or str(self.folder / ".rlhf" / "store")).get(key))
+
+    def exists(self, key: str, url: str) -> bool:
+        """Whether a store has an object."""
+        return open_store(url).exists(key)
 
     def weights(self, run: str, iteration: int, url: str | None = None) -> str:
         """Digest of the weights that an iteration ended with."""
@@ -140,16 +150,29 @@ class World:
             "flow_runs/filter", {"flow_runs": {"name": {"any_": [name]}}, "sort": "EXPECTED_START_TIME_DESC"}
         )
 
+    def flow_run(self, identity: str) -> dict[str, Any]:
+        """A flow run as it is now."""
+        return self.prefect(f"flow_runs/{identity}")
+
+    def task_names(self, flow_run: str) -> set[str]:
+        """Names of the task runs that a flow run has so far."""
+        return {r["name"] for r in self.prefect("task_runs/filter", {"flow_runs": {"id": {"any_": [flow_run]}}})}
+
     def task_states(self, flow_run: str, expected: int) -> dict[str, str]:
         """Task run name -> name of its state, once ``expected`` runs of the flow run are final; they arrive late."""
         body = {"flow_runs": {"id": {"any_": [flow_run]}}}
 
         def final() -> dict[str, str] | None:
-            rows = self.prefect("task_runs/filter", body)
+            rows = [r for r in self.prefect("task_runs/filter", body) if not SUBFLOW.fullmatch(r["name"])]
             ended = {r["name"]: r["state_name"] for r in rows if r["state_type"] not in ("PENDING", "RUNNING")}
             return ended if len(ended) >= expected else None
 
-        return until(final)
+        return wait_until(final)
+
+    def logs(self, flow_run: str) -> str:
+        """What a flow run and its tasks logged."""
+        body = {"logs": {"flow_run_id": {"any_": [flow_run]}}, "limit": 200, "sort": "TIMESTAMP_ASC"}
+        return "\n".join(row["message"] for row in self.prefect("logs/filter", body))
 
     def actor_processes(self) -> list[psutil.Process]:
         """Processes of Ray actors of this stack."""
@@ -170,16 +193,29 @@ class World:
         for process in processes:
             process.kill()
         psutil.wait_procs(processes, timeout=30)
-        until(lambda: not self.actor_processes())
+        wait_until(lambda: not self.actor_processes())
 
 
-def until(condition: Callable[[], Any], seconds: float = 60.0, pause: float = 0.1) -> Any:
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The first test of a module pays for the runs that all of them look at."""
+    for item in items:
+        if item.path.is_relative_to(Path(__file__).parent):
+            item.add_marker(pytest.mark.timeout(900))
+
+
+def wait_until(condition: Callable[[], Any], seconds: float = 60.0, pause: float = 0.1) -> Any:
     """The first true value of the condition; an assertion after the seconds."""
     deadline = time.monotonic() + seconds
     while not (value := condition()):
         assert time.monotonic() < deadline, f"nothing for {seconds} s"
         time.sleep(pause)
     return value
+
+
+@pytest.fixture(scope="session")
+def until() -> Callable[..., Any]:
+    """Function: (condition, seconds, pause) -> the first true value of the condition."""
+    return wait_until
 
 
 @pytest.fixture(scope="session")
@@ -190,12 +226,27 @@ def e2e_model(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def world(e2e_model) -> Iterator[World]:
+def e2e_preset(e2e_model, tmp_path_factory) -> Path:
+    """The preset of the end-to-end runs."""
+    path = tmp_path_factory.mktemp("preset") / "tiny.toml"
+    path.write_text(PRESET.format(iterations=ITERATIONS, model=e2e_model, fixtures=FIXTURES))
+    return path
+
+
+@pytest.fixture(scope="session")
+def s3(tmp_path_factory) -> Iterator[S3Server]:
+    """A real S3 server on loopback."""
+    with S3Server(tmp_path_factory.mktemp("s3"), bucket=BUCKET) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def world(e2e_preset, s3) -> Iterator[World]:
     """The services, up. Their folder is short because unix sockets are below it."""
     folder = Path(tempfile.mkdtemp(prefix="rlhf-e2e-"))
     stack = ServiceStack(folder / ".rlhf")
     try:
-        with S3Server(folder / "s3", bucket=BUCKET) as s3, pytest.MonkeyPatch.context() as environment:
+        with pytest.MonkeyPatch.context() as environment:
             for name in [n for n in os.environ if n.startswith(FOREIGN)]:
                 environment.delenv(name)
             # Workers, which write to S3 themselves, inherit from the services.
@@ -204,9 +255,13 @@ def world(e2e_model) -> Iterator[World]:
             # Ray counts the memory of the whole machine and would kill actors because of what else runs on it.
             environment.setenv("RAY_memory_monitor_refresh_ms", "0")
             addresses = stack.up(180)
-            preset = folder / "tiny.toml"
-            preset.write_text(PRESET.format(iterations=ITERATIONS, model=e2e_model, fixtures=FIXTURES))
-            yield World(folder, preset, stack, s3, addresses.prefect_api_url, addresses.environment)
+            world = World(folder, e2e_preset, stack, s3, addresses.prefect_api_url, addresses.environment)
+            try:
+                yield world
+            finally:
+                for process in world.started:
+                    process.kill()
+                    process.wait()
     finally:
         stack.down()
         shutil.rmtree(folder, ignore_errors=True)

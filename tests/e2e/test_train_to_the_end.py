@@ -120,9 +120,7 @@ def test_plain_vllm_gives_the_same_greedy_answers(world, reference, export):
     samples = greedy_samples(world, ITERATIONS)
     command = [sys.executable, "-c", VLLM_PROGRAM, str(export), json.dumps([prompt for prompt, _ in samples])]
     env = world.environment(VLLM_NO_USAGE_STATS="1", VLLM_ENABLE_V1_MULTIPROCESSING="0")
-    done = subprocess.run(
-        command, cwd=world.folder, env=env, capture_output=True, text=True, timeout=180, check=False
-    )
+    done = subprocess.run(command, cwd=world.folder, env=env, capture_output=True, text=True, timeout=180, check=False)
     assert done.returncode == 0, done.stderr
     (answers,) = [line for line in done.stdout.splitlines() if line.startswith("ANSWERS ")]
     assert json.loads(answers.removeprefix("ANSWERS ")) == [response for _, response in samples]

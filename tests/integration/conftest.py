@@ -130,19 +130,23 @@ class Ranks:
     """A world of trainer ranks. Every call goes to all of them at once and has a deadline."""
 
     def __init__(self, world: int, folder: Path, timeout_seconds: float) -> None:
+        self.world, self.folder, self.timeout_seconds = world, folder, timeout_seconds
+        self._engines = 0
+        self._start()
+
+    def _start(self) -> None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.master = f"127.0.0.1:{free.getsockname()[1]}"
-        self.world, self.timeout_seconds = world, timeout_seconds
-        self._engines = 0
-        self._ranks = [self._spawn(folder / f"rank{rank}.log") for rank in range(world)]
+        self.broken = False
+        self._ranks = [self._spawn(self.folder / f"rank{rank}.log") for rank in range(self.world)]
 
     @staticmethod
     def _spawn(log: Path) -> Rank:
         here, there = Pipe()
         program = str(Path(__file__).with_name("rank_process.py"))
         environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
-        with log.open("wb") as output:
+        with log.open("ab") as output:
             process = subprocess.Popen(
                 [sys.executable, program, str(there.fileno())],
                 pass_fds=[there.fileno()], env=environment, stdout=output, stderr=subprocess.STDOUT,
@@ -168,13 +172,19 @@ class Ranks:
 
     @contextmanager
     def engine(self, model: Path, **changes) -> Iterator[RankEngine]:
-        """An engine on all ranks. ``changes`` are fields of OptimConfig, AlgorithmConfig or TrainerSettings."""
+        """An engine on all ranks, in new processes after an error.
+
+        ``changes`` are fields of OptimConfig, AlgorithmConfig or TrainerSettings.
+        """
         from rlhf_core.config.learning import AlgorithmConfig, OptimConfig
         from rlhf_core.engines.zero3_engine import TrainerSettings
 
         def part(section):
             return section(**{key: changes.pop(key) for key in list(changes) if key in section.model_fields})
 
+        if self.broken:
+            self.kill()
+            self._start()
         settings = TrainerSettings(
             model=str(model), dtype="float32", device="cpu", rank=0, world_size=self.world, master=self.master,
             optim=part(OptimConfig), algorithm=part(AlgorithmConfig), temperature=1.0, max_new_tokens=MAX_NEW_TOKENS,
@@ -183,11 +193,17 @@ class Ranks:
         settings = replace(settings, **changes)
         self._engines += 1
         engine = RankEngine(self, f"engine{self._engines}", settings)
-        engine.each("start", [(replace(settings, rank=rank),) for rank in range(self.world)])
-        yield engine
-        engine.all("drop")  # not after an error: the ranks may be stuck in a collective
+        try:
+            engine.each("start", [(replace(settings, rank=rank),) for rank in range(self.world)])
+            yield engine
+            engine.all("drop")
+        except BaseException:
+            self.broken = True  # ranks may be stuck in a collective: the next engine gets new processes
+            raise
 
     def kill(self) -> None:
+        """End the processes at once."""
+        self.broken = True
         for rank in self._ranks:
             rank.connection.close()
             rank.process.kill()

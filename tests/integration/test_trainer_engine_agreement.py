@@ -10,10 +10,6 @@ from rlhf_core.engines.rows import TokenRows
 from rlhf_core.engines.vllm_engine import Sampling
 from rlhf_core.errors import IntegrityError
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:`torch.distributed.reduce_op` is deprecated:FutureWarning"),
-]
-
 TOLERANCE = 1e-4  # the default of sync.tolerance for float32
 RATE = 5e-3
 
@@ -58,7 +54,9 @@ def test_they_agree_after_every_sync_and_a_stale_engine_is_seen(trainer, vllm, m
         assert stale > 100 * TOLERANCE
 
 
-def test_behaviour_logprobs_are_those_of_the_trainer_at_the_sampling_temperature(trainer, vllm, ragged, make_experience):
+def test_behaviour_logprobs_are_those_of_the_trainer_at_the_sampling_temperature(
+    trainer, vllm, ragged, make_experience
+):
     trainer.update(make_experience(3), 3)
     transfer(trainer, vllm, 3, 1 << 22)
     prompts = [[5, 17, 900], [30_000], [8] * 20]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from contextlib import closing
 
 import numpy as np
 import pytest
@@ -12,13 +13,9 @@ from rlhf_core.engines.vllm_engine import EngineSettings, Sampling, engine_envir
 from rlhf_core.engines.weights import BucketSpec, WeightsDigest, pack, plan_buckets
 from rlhf_core.errors import IntegrityError, StaleEngine
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:`torch.distributed.reduce_op` is deprecated:FutureWarning"),
-]
-
 EOS = 2
 CONTEXT = 128  # of the session's engine
-GREEDY = Sampling(samples=1, max_new_tokens=12, temperature=0.0)
+GREEDY = Sampling(samples=1, max_new_tokens=8, temperature=0.0)
 
 
 def random_prompts(count, seed=0):
@@ -33,7 +30,7 @@ def altered(state, seed, scale=0.05):
 
 
 def stops_often(state):
-    """Weights whose next token is the end with a probability of about 0.2, whatever came before.
+    """Weights whose next token is the end with a probability of about 0.17, whatever came before.
 
     Every token has the same large first coordinate, the layers add nothing, and the end's embedding is larger.
     """
@@ -43,7 +40,7 @@ def stops_often(state):
             tensor.zero_()
     embeddings = state["model.embed_tokens.weight"]
     embeddings[:, 0] = 1.0
-    embeddings[EOS, 0] = 1.88
+    embeddings[EOS, 0] = 1.75
     return state
 
 
@@ -53,6 +50,15 @@ def agree(engine, model, sequence_logprobs, seed=5):
     answers = engine.sequence_logprobs(sequences, engine.version)
     pairs = zip(answers, sequences, strict=True)
     return max(float((torch.from_numpy(a) - sequence_logprobs(model, s)).abs().max()) for a, s in pairs if len(s) > 1)
+
+
+@torch.no_grad()
+def greedy(model, prompt):
+    """The greedy response of a transformers model, token by token without a cache."""
+    tokens = list(prompt)
+    for _ in range(GREEDY.max_new_tokens):
+        tokens.append(int(model(torch.tensor([tokens]), logits_to_keep=1).logits[0, -1].argmax()))
+    return tokens[len(prompt) :]
 
 
 # Generation
@@ -85,13 +91,9 @@ def test_every_prompt_comes_back_once_with_all_its_samples(vllm, sync, base_stat
 
 
 def test_greedy_is_the_greedy_of_transformers(vllm, reference):
-    prompts, model = random_prompts(6, seed=1), reference()
+    prompts, model = random_prompts(4, seed=1), reference()
     for group in vllm.generate(prompts, GREEDY, version=0):
-        tokens = list(prompts[group.index])
-        with torch.no_grad():
-            for _ in range(GREEDY.max_new_tokens):
-                tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
-        assert group.token_ids == [tokens[len(prompts[group.index]) :]]
+        assert group.token_ids == [greedy(model, prompts[group.index])]
 
 
 def test_a_seeded_call_can_be_repeated(vllm):
@@ -123,7 +125,7 @@ def test_logprobs_can_be_left_out(vllm):
 
 def test_closing_the_generator_ends_its_requests(vllm):
     engine = vllm.llm.llm_engine
-    groups = vllm.generate(random_prompts(10), Sampling(3, 100, 1.0), version=0)
+    groups = vllm.generate(random_prompts(10), Sampling(3, 10, 1.0), version=0)
     next(groups)
     assert engine.has_unfinished_requests()
     groups.close()
@@ -132,8 +134,10 @@ def test_closing_the_generator_ends_its_requests(vllm):
 
 
 def test_a_refused_prompt_leaves_nothing_behind(vllm):
+    from vllm.exceptions import VLLMValidationError
+
     prompts = [[1, 2, 3], [5] * (CONTEXT + 1), [4]]
-    with pytest.raises(ValueError, match="maximum context length"):
+    with pytest.raises(VLLMValidationError, match="maximum context length"):
         list(vllm.generate(prompts, GREEDY, version=0))
     assert not vllm.llm.llm_engine.has_unfinished_requests()
     assert [group.index for group in vllm.generate([[3]], GREEDY, version=0)] == [0]
@@ -155,9 +159,7 @@ def test_sequence_logprobs_are_those_of_transformers(vllm, reference, sequence_l
         assert [len(answer) for answer in answers] == [len(sequence) - 1 for sequence in sequences]
         assert {answer.dtype for answer in answers} == {np.dtype(np.float32)}
         for answer, sequence in zip(answers, sequences, strict=True):
-            torch.testing.assert_close(
-                torch.from_numpy(answer), sequence_logprobs(model, sequence), rtol=0, atol=1e-4
-            )
+            torch.testing.assert_close(torch.from_numpy(answer), sequence_logprobs(model, sequence), rtol=0, atol=1e-4)
     assert vllm.sequence_logprobs([], version=0) == []
 
 
@@ -186,13 +188,26 @@ def test_nothing_is_served_during_an_update(vllm, sync, base_state):
     assert vllm.version == 1
 
 
-def test_groups_never_mix_versions(vllm, sync, base_state):
-    groups = vllm.generate(random_prompts(10), Sampling(2, 20, 1.0), version=0)
-    next(groups)
-    sync(vllm, altered(base_state, 1), 1)
-    with pytest.raises(StaleEngine):
+def test_a_group_never_mixes_versions(vllm, sync, base_state):
+    with closing(vllm.generate(random_prompts(10), Sampling(2, 20, 1.0), version=0)) as groups:
         next(groups)
+        vllm.begin_update()
+        with pytest.raises(StaleEngine):
+            list(groups)
     assert not vllm.llm.llm_engine.has_unfinished_requests()
+    sync(vllm, altered(base_state, 1), 1)
+    assert list(vllm.generate([[3]], GREEDY, version=1))
+
+
+def test_an_update_does_not_finish_under_running_requests(vllm, sync, base_state):
+    sync(vllm, stops_often(base_state), 1)
+    with closing(vllm.generate(random_prompts(10), Sampling(2, 60, 1.0), version=1, seed=0)) as groups:
+        next(groups)  # samples of other groups are longer: they are in the middle
+        with pytest.raises(IntegrityError, match="still runs requests"):
+            sync(vllm, base_state, 2)
+    assert vllm.version is None
+    sync(vllm, base_state, 2)
+    assert vllm.version == 2
 
 
 # Weight updates
@@ -219,7 +234,18 @@ def test_buckets_split_fused_layers(base_state):
 
 @pytest.mark.parametrize(
     "parts",
-    ["embed_tokens", "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "layernorm", "model.norm"],
+    [
+        "embed_tokens",
+        "q_proj",
+        "k_proj",
+        "v_proj",
+        "o_proj",
+        "gate_proj",
+        "up_proj",
+        "down_proj",
+        "layernorm",
+        "model.norm",
+    ],
 )
 def test_every_kind_of_parameter_arrives(vllm, sync, base_state, reference, sequence_logprobs, parts):
     # One by one, because with all of them new a single one that stays old hides in the difference.
@@ -252,11 +278,7 @@ def test_an_update_forgets_cached_prefixes(vllm, sync, base_state, reference):
     sync(vllm, state, 1)
     (after,) = vllm.generate([prompt], GREEDY, version=1)
     assert before.token_ids != after.token_ids
-    tokens, model = list(prompt), reference(state)
-    with torch.no_grad():
-        for token in after.token_ids[0]:
-            assert token == int(model(torch.tensor([tokens])).logits[0, -1].argmax())
-            tokens.append(token)
+    assert after.token_ids == [greedy(reference(state), prompt)]
 
 
 def send(engine, state, spoil=lambda spec, flat: flat):
@@ -286,12 +308,24 @@ def flip_a_bit(spec: BucketSpec, flat):
 def test_weights_that_did_not_arrive_intact_are_not_served(vllm, sync, base_state, reference, sequence_logprobs, spoil):
     state = altered(base_state, 23)
     digest = send(vllm, state, spoil)
-    with pytest.raises(IntegrityError, match=f"policy version 4 did not arrive intact: the trainer's digest is {digest}"):
+    with pytest.raises(
+        IntegrityError, match=f"policy version 4 did not arrive intact: the trainer's digest is {digest}"
+    ):
         vllm.finish_update(4, digest)
     for version in (0, 4):
         with pytest.raises(StaleEngine):
             next(vllm.generate([[3]], GREEDY, version=version))
     assert sync(vllm, state, 4) == digest, "a whole update makes up for a failed one"
+    assert agree(vllm, reference(state), sequence_logprobs) < 1e-4
+
+
+def test_an_update_that_was_cut_off_leaves_nothing_behind(vllm, sync, base_state, reference, sequence_logprobs):
+    vllm.begin_update()
+    cut, state = altered(base_state, 29), altered(base_state, 31)
+    specs = plan_buckets([(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in cut.items()], 200_000)
+    for spec in specs[: len(specs) // 2]:
+        vllm.load_bucket(spec, pack(spec, cut, torch.zeros(spec.bytes, dtype=torch.uint8)).numpy())
+    sync(vllm, state, 6, 200_000)
     assert agree(vllm, reference(state), sequence_logprobs) < 1e-4
 
 
@@ -307,15 +341,13 @@ def test_a_wrong_digest_is_not_served(vllm, base_state):
 
 
 def test_user_options_win():
-    settings = EngineSettings("folder", "bfloat16", 64, 4, options={"max_num_seqs": 9, "enforce_eager": False})
+    settings = EngineSettings(
+        "folder", "bfloat16", 64, 4, kv_cache_gib=0.5, options={"max_num_seqs": 9, "enforce_eager": False}
+    )
     args = to_vllm_args(settings)
     assert (args["max_num_seqs"], args["enforce_eager"], args["max_model_len"]) == (9, False, 64)
+    assert args["kv_cache_memory_bytes"] == 2**29
     assert args["logprobs_mode"] == "processed_logprobs"
-
-
-@pytest.mark.parametrize(("gib", "value"), [(0.2, "1"), (1.0, "1"), (3.6, "4")])
-def test_the_size_of_the_cache_is_whole_gib(gib, value):
-    assert engine_environment(EngineSettings("folder", "float32", 64, 4, kv_cache_gib=gib))["VLLM_CPU_KVCACHE_SPACE"] == value
 
 
 def test_only_a_gpu_engine_sleeps():
@@ -324,12 +356,13 @@ def test_only_a_gpu_engine_sleeps():
     assert (args["enable_sleep_mode"], args["gpu_memory_utilization"]) == (True, 0.3)
     assert args["distributed_executor_backend"] == "ray"
     assert "enforce_eager" not in args
+    assert "kv_cache_memory_bytes" not in args
     assert "enable_sleep_mode" not in to_vllm_args(EngineSettings("folder", "bfloat16", 64, 4, sleep=True))
     assert not any("CPU" in name for name in engine_environment(gpu))
 
 
 def test_a_cpu_engine_does_not_sleep(vllm):
     vllm.sleep(discard_weights=True)
-    assert (vllm.asleep, vllm.version) == (False, 0)
+    assert vllm.version == 0
     vllm.wake()
     assert list(vllm.generate([[3]], GREEDY, version=0))

@@ -103,7 +103,7 @@ def test_an_update_is_the_formula(two_ranks, tiny_model, make_experience, refere
     experience = make_experience()
     if kl_coef:
         experience = replace(experience, ref_logprobs=experience.old_logprobs + 0.1)
-    changes = SMOOTH | {"max_grad_norm": 0.5, "weight_decay": 0.01, "kl_coef": kl_coef}
+    changes = SMOOTH | {"learning_rate": 5.0, "max_grad_norm": 0.5, "weight_decay": 0.01, "kl_coef": kl_coef}
     with two_ranks.engine(tiny_model, **changes) as engine:
         metrics, weights, settings = engine.update(experience), engine.weights(), engine.settings
     plain = reference()
@@ -159,14 +159,15 @@ def test_two_ranks_do_nearly_what_one_does_with_plain_adamw(
     two, _ = trained(two_ranks, tiny_model, make_experience(), learning_rate=rate)
     differences = torch.cat([(one[name] - two[name]).abs().flatten() for name in base_state])
     assert differences.max() <= 2.001 * rate
-    assert differences.mean() < 1e-4 * rate
+    assert differences.mean() < 1e-5 * rate
 
 
-@pytest.mark.parametrize("share_prompts", [False, True])
-def test_the_size_of_micro_batches_changes_nothing(one_rank, tiny_model, make_experience, base_state, share_prompts):
+def test_neither_the_size_of_micro_batches_nor_shared_prompts_change_anything(
+    one_rank, tiny_model, make_experience, base_state
+):
     experience = make_experience(seed=1)
     expected, metrics = trained(one_rank, tiny_model, experience, **SMOOTH)
-    for budget in (1, 60):
+    for budget, share_prompts in ((1, False), (60, False), (60, True), (4096, True)):
         changes = SMOOTH | {"tokens_per_microbatch": budget, "share_prompts": share_prompts}
         weights, other = trained(one_rank, tiny_model, experience, **changes)
         assert relative_difference(expected, weights, base_state) < TOLERANCE
@@ -230,13 +231,13 @@ def test_rows_without_a_reward_count_in_no_denominator(one_rank, tiny_model, mak
         assert all(torch.equal(weights[name], without[name]) for name in weights)
 
 
-def test_rows_with_advantage_zero_count_in_the_denominator(one_rank, tiny_model, make_experience, base_state):
+def test_rows_with_advantage_zero_count_in_the_denominator(one_rank, tiny_model, make_experience):
     experience = make_experience()
     experience = replace(experience, scored=torch.ones_like(experience.scored))
     experience = change_advantages(experience, lambda row, advantages: advantages.masked_fill(row >= 8, 0.0))
     half = pick(experience, torch.arange(8))
     lengths = experience.tokens.response_lengths
-    weights, metrics = trained(one_rank, tiny_model, experience, **SMOOTH)
+    _, metrics = trained(one_rank, tiny_model, experience, **SMOOTH)
     _, metrics_half = trained(one_rank, tiny_model, half, **SMOOTH)
     share = float(lengths[:8].sum() / lengths.sum())
     assert metrics["update/grad_norm"] == pytest.approx(share * metrics_half["update/grad_norm"], rel=1e-5)

@@ -9,7 +9,7 @@ from blake3 import blake3
 
 from infra.object_store import LocalObjectStore
 from rlhf_core.errors import CorruptObject, IntegrityError, NotCommitted
-from rlhf_core.manifests import FORMAT_VERSION, Manifest, StageManifest, StageOutcome
+from rlhf_core.manifests import FORMAT_VERSION, Manifest, RunSummary, StageManifest
 from rlhf_core.records import canonical, commit_record, digest, find_record, load_record, seal
 
 KEY = "runs/r/iterations/000000/commits/update.json"
@@ -167,5 +167,5 @@ def test_record_of_another_kind_is_refused(store):
 
 
 def test_only_records_can_be_sealed():
-    with pytest.raises(TypeError, match="StageOutcome"):
-        seal(StageOutcome(manifest=record()))
+    with pytest.raises(TypeError, match="RunSummary"):
+        seal(RunSummary(run="a", iterations=1, policy_version=1))
