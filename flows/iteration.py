@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from prefect import flow, task
 from prefect.cache_policies import NO_CACHE
+from prefect.transactions import CommitMode, transaction
 
 from rlhf_core.config import RunConfig
 from rlhf_core.manifests import ClusterRef
@@ -35,4 +36,6 @@ def iteration_flow(config: RunConfig, cluster: ClusterRef, iteration: int) -> No
 @task(name="iteration", task_run_name="iteration-{iteration:06d}", persist_result=False, cache_policy=NO_CACHE)
 def run_iteration(config: RunConfig, cluster: ClusterRef, iteration: int) -> None:
     """Run one iteration as a subflow."""
-    iteration_flow(config, cluster, iteration)
+    # Else Prefect marks the finished stages of an iteration that fails as rolled back. What is committed stays committed.
+    with transaction(commit_mode=CommitMode.EAGER):
+        iteration_flow(config, cluster, iteration)

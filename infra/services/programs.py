@@ -104,6 +104,8 @@ def ray_environment(layout: Layout, ports: Ports) -> dict[str, str]:
         # several nodes are off. This switch is for all systems in spite of its name. Drivers need it as well.
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
         "RAY_USAGE_STATS_ENABLED": "0",
+        # Ray's default of 15 would let any other program on this machine starve the training.
+        "RAY_worker_niceness": "0",
         # vLLM compares its own idea of the machine's address with Ray's.
         "VLLM_HOST_IP": LOOPBACK,
     }

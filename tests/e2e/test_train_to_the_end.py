@@ -181,3 +181,9 @@ def test_a_finished_run_started_again_does_nothing_and_says_so(world, reference)
     assert run["state_type"] == "COMPLETED"
     assert not any(name.startswith("iteration-") for name in world.task_states(run["id"], expected=1))
     assert world.actor_processes() == []
+
+
+def test_fewer_iterations_than_are_finished_are_refused(world, reference):
+    done = world.rlhf("train", str(world.preset), "--run", "a", "--set", "iterations=3")
+    assert done.returncode == 2
+    assert f"iterations = 3, but run 'a' has finished {ITERATIONS}" in done.stderr
