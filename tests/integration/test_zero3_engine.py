@@ -132,7 +132,7 @@ def wide_model(tmp_path_factory, tokenizer_folder):
     [
         {"tokens_per_microbatch": 40},
         {"tokens_per_microbatch": 40, "share_prompts": True, "aggregation": "seq-mean-token-mean"},
-        {"aggregation": "seq-mean-token-sum-norm", "importance_cap": None, "gradient_checkpointing": True},
+        {"aggregation": "seq-mean-token-sum-norm", "importance_cap": 0.0, "gradient_checkpointing": True},
     ],
     ids=["rows", "shared prompts", "checkpointed"],
 )
