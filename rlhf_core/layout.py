@@ -66,6 +66,11 @@ def run_root(run: str) -> str:
     return f"runs/{check_run(run)}"
 
 
+def run_target(run: str) -> str:
+    """How many iterations the run is to have, where that was changed after its start."""
+    return f"{run_root(run)}/target.json"
+
+
 def run_record(run: str) -> str:
     """The run's own record: its configuration and lineage."""
     return f"{run_root(run)}/run.json"

@@ -76,6 +76,14 @@ class RunRecord(Manifest):
     digest: str = ""
 
 
+class TargetRecord(Manifest):
+    """``target.json``: the number of iterations that the run was last asked for. Rewritten; the run's driver alone does."""
+
+    format: int = FORMAT_VERSION
+    iterations: int = Field(ge=1)
+    digest: str = ""
+
+
 class PromptsManifest(Manifest):
     """The tokenized prompts of a run."""
 

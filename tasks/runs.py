@@ -17,7 +17,7 @@ from rlhf_core.prompts.table import PromptTable
 from rlhf_core.records import find_record, load_record
 from rlhf_core.schema import COMPONENT
 from rlhf_core.views import IterationView, RolloutSample, RunRow, RunView
-from tasks.progress import load_progress
+from tasks.progress import load_progress, planned_iterations
 
 #: Small objects read at once.
 _READERS = 16
@@ -25,9 +25,11 @@ _READERS = 16
 
 def load_config_of(store_url: str, run: str) -> RunConfig:
     """The configuration that the run was started with. NotCommitted if there is no such run."""
-    record = _record(_open(store_url), run)
+    store = _open(store_url)
+    record = _record(store, run)
     config = parse_config(record.config, origin=f"run {run}")
-    return config.model_copy(update={"storage": config.storage.model_copy(update={"url": store_url})})
+    storage = config.storage.model_copy(update={"url": store_url})
+    return config.model_copy(update={"storage": storage, "iterations": planned_iterations(store, record)})
 
 
 def list_runs(store_url: str) -> list[RunRow]:
@@ -40,7 +42,7 @@ def list_runs(store_url: str) -> list[RunRow]:
 def describe_run(store_url: str, run: str) -> RunView:
     """Everything that `rlhf show` shows."""
     store = _open(store_url)
-    config = parse_config(_record(store, run).config, origin=f"run {run}")
+    record = _record(store, run)
     progress = load_progress(store, run)
     done = iteration_records(store, run, progress.next_iteration)
     views = [
@@ -52,7 +54,7 @@ def describe_run(store_url: str, run: str) -> RunView:
         )
         for r in done
     ]
-    planned = max(config.iterations, progress.next_iteration)
+    planned = planned_iterations(store, record)
     started = _open_stages(store, run, progress.next_iteration) if progress.next_iteration < planned else {}
     if started:
         views.append(_unfinished(progress.next_iteration, started))
@@ -150,7 +152,7 @@ def _record(store: ObjectStore, run: str) -> RunRecord:
 def _row(store: ObjectStore, run: str) -> RunRow:
     record = _record(store, run)
     progress = load_progress(store, run)
-    planned = max(int(record.config["iterations"]), progress.next_iteration)
+    planned = planned_iterations(store, record)
     before, after = evaluations(store, run, planned)
     last = None
     if progress.next_iteration:

@@ -77,7 +77,7 @@ def probe(context: StageContext, version: int) -> dict[str, float]:
     worst: dict[str, Any] = {"mean": 0.0, "max": 0.0}
     for engine, scores in zip(context.cluster.engines, answers, strict=True):
         served = [s[len(p) - 1 :] for s, p in zip(scores, prompts, strict=True)]
-        gap = np.abs(np.concatenate(served) - np.concatenate(trained))
+        gap = np.abs(np.concatenate([s - t[: len(s)] for s, t in zip(served, trained, strict=True)]))
         mean, largest = float(gap.mean()), float(gap.max())
         if not mean <= context.config.probe_tolerance:
             raise AgreementError(

@@ -159,13 +159,16 @@ class VllmEngine:
                 name = f"r{self._requests}"
                 self.llm.llm_engine.add_request(name, {"prompt_token_ids": list(prompt)}, params)
                 started[name] = (index, time.monotonic())
-            yield from self._collect(started, sampling)
+            yield from self._collect(started, sampling, version)
         finally:
             if started:  # an error, or the caller gave up: nothing of this call may run on
                 self.llm.llm_engine.abort_request(list(started))
 
-    def _collect(self, started: dict[str, tuple[int, float]], sampling: Sampling) -> Iterator[FinishedGroup]:
+    def _collect(
+        self, started: dict[str, tuple[int, float]], sampling: Sampling, version: int
+    ) -> Iterator[FinishedGroup]:
         while started:
+            self.require(version)  # an update may have begun between two groups
             outputs = self.llm.llm_engine.step()
             if not outputs and not self.llm.llm_engine.has_unfinished_requests():
                 raise IntegrityError(f"vLLM lost {len(started)} requests: it has none left and did not answer them")
@@ -188,10 +191,14 @@ class VllmEngine:
                 )
 
     def sequence_logprobs(self, sequences: Sequence[Sequence[int]], version: int) -> list[np.ndarray]:
-        """Logprobs at temperature 1 of tokens 1.. of each sequence given what precedes them, float32 [len - 1]."""
+        """Logprobs at temperature 1 of tokens 1.. of each sequence given what precedes them, float32 [len - 1].
+
+        A sequence that fills the engine's context loses its last token: vLLM wants room for another one.
+        """
         from vllm import SamplingParams
 
         self.require(version)
+        sequences = [s[: self.settings.max_model_len - 1] for s in sequences]
         params = SamplingParams(
             max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False, skip_reading_prefix_cache=True
         )

@@ -96,4 +96,5 @@ class PolicyReceiver:
             # A copy: layers keep what they were given until all of their parts have arrived, which may be in a later
             # bucket, and the sender reuses the memory behind the handle.
             return rebuild(*arguments).clone()
-        return torch.from_numpy(payload).to(device)
+        # Copied on a CPU too, for the same reason; and arrays out of Ray's object store cannot be written to.
+        return torch.from_numpy(payload.copy()).to(device)

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 #: Parameters start at multiples of this inside a bucket, so that views of every dtype are aligned.
 ALIGNMENT = 64
 
-#: Words hashed at once: bounds the temporary memory to about 64 MiB.
-_BLOCK = 1 << 22
+#: Words hashed at once: bounds the temporary memory to about 16 MiB.
+_BLOCK = 1 << 20
 _ODD = 0x9E3779B97F4A7C15 - (1 << 64)  # the golden ratio in 64 bits, as a signed number; odd, hence invertible
 _SHIFT, _SHIFTED = 29, (1 << 35) - 1
 _MIX = 0xBF58476D1CE4E5B9 - (1 << 64)

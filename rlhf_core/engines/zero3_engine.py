@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -66,8 +68,9 @@ class Experience:
             return self.scored
         lengths = self.tokens.response_lengths
         row = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
-        largest = torch.zeros(len(lengths)).scatter_reduce(0, row, self.advantages.abs(), "amax")
-        return self.scored & (largest > 0)
+        # NaN != 0: a broken advantage stays active, so that the update fails instead of leaving the row out.
+        counted = torch.zeros(len(lengths)).index_add(0, row, (self.advantages != 0).float())
+        return self.scored & (counted > 0)
 
 
 def to_deepspeed_config(optim: OptimConfig, dtype: str, device: str, world_size: int) -> dict[str, Any]:
@@ -126,6 +129,7 @@ class Zero3Engine:
         self.device = torch.device(self.engine.device)
         self.offloader = Offloader(self.engine, self.device)
         self.steps = 0
+        self._broken: list[str] = []  # losses of the step under way that are not finite
         self.reference = self._load_reference() if settings.algorithm.kl_coef > 0 else None
         self._parameters = {exported_name(n): p for n, p in self.policy.named_parameters()}
 
@@ -245,8 +249,9 @@ class Zero3Engine:
             metrics["policy/reference_kl"] = Mean(float(masked_sum(kl, mask)), float(mask.sum()))
             metrics["policy/reference_kl_clamped"] = Sum(float(clamped))
         value = float(loss.detach())
-        if not torch.isfinite(loss.detach()):
-            raise NumericsError(f"rank {settings.rank}: the loss is {value} in rows {rows[:8]}")
+        if not math.isfinite(value):
+            # Raised after the step: a rank that left here would keep the others waiting in a collective until it times out.
+            self._broken.append(f"the loss is {value} in rows {rows[:8]}")
         # DeepSpeed averages gradients over ranks; the loss is already a share of a global mean.
         self.engine.backward(loss * settings.world_size)
         self.engine.step()
@@ -256,10 +261,13 @@ class Zero3Engine:
 
     def _apply(self) -> dict[str, Metric]:
         """Bookkeeping after the optimizer step that the last micro-batch triggered."""
-        self.steps += 1
         norm = float(self.engine.get_global_grad_norm())
-        if not torch.isfinite(torch.tensor(norm)):
-            raise NumericsError(f"rank {self.settings.rank}: the gradient norm is {norm} at step {self.steps}")
+        broken, self._broken = self._broken, []
+        if broken or not math.isfinite(norm):
+            # The norm is global, so every rank raises, and DeepSpeed has skipped the step.
+            reasons = "; ".join([f"the gradient norm is {norm} at step {self.steps + 1}", *broken])
+            raise NumericsError(f"rank {self.settings.rank}: {reasons}")
+        self.steps += 1
         mine = 1.0 if self.settings.rank == 0 else 0.0  # the norm is global: count it once
         return {
             "update/grad_norm": Mean(norm * mine, mine),
@@ -313,9 +321,12 @@ class Zero3Engine:
 
     def load(self, folder: str, tag: str) -> None:
         """Read a checkpoint written by ``save`` with the same number of ranks; collective."""
+        missing = FileNotFoundError(f"no checkpoint {tag!r} below {folder!r}")
+        if not Path(folder, tag).is_dir():
+            raise missing  # DeepSpeed would fail with a bare AssertionError
         path, state = self.engine.load_checkpoint(folder, tag=tag)
         if path is None or state is None:
-            raise FileNotFoundError(f"no checkpoint {tag!r} below {folder!r}")
+            raise missing
         self.steps = int(state["steps"])
 
     def close(self) -> None:
