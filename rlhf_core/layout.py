@@ -66,6 +66,11 @@ def run_root(run: str) -> str:
     return f"runs/{check_run(run)}"
 
 
+def version_name(version: int) -> str:
+    """Name of a policy version among evaluations and exports; sorts by number."""
+    return f"v{_number(version, 10, 'policy version')}"
+
+
 def run_target(run: str) -> str:
     """How many iterations the run is to have, where that was changed after its start."""
     return f"{run_root(run)}/target.json"

@@ -18,7 +18,6 @@ from tasks.context import StageContext
 from tasks.generate import sampling_seed
 from tasks.handover import to_engines
 from tasks.rewards import reward_for_workers
-from tasks.runs import evaluation_name
 
 
 @task(name="evaluate", task_run_name="evaluate-v{version}", persist_result=False, cache_policy=NO_CACHE)
@@ -28,7 +27,7 @@ def evaluate(config: RunConfig, cluster: ClusterRef, version: int) -> Evaluation
     An evaluation that is recorded is not run again.
     """
     context = StageContext(config, cluster, version, attempt="evaluate")
-    key = layout.evaluation(context.run, evaluation_name(version))
+    key = layout.evaluation(context.run, layout.version_name(version))
     found = find_record(context.store, key, EvaluationRecord)
     if found is not None or context.prompts.heldout is None:
         return found
@@ -47,7 +46,7 @@ def evaluate(config: RunConfig, cluster: ClusterRef, version: int) -> Evaluation
         samples += [{"kind": kind, **sample} for sample in scored["samples"]]
     record = EvaluationRecord(
         run=context.run,
-        name=evaluation_name(version),
+        name=layout.version_name(version),
         policy_version=version,
         prompts=context.prompts.heldout.rows,
         metrics=metrics,

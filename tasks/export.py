@@ -18,7 +18,6 @@ from tasks.checkpoint import upload_folder
 from tasks.context import StageContext, open_run_store
 from tasks.handover import to_trainers
 from tasks.preflight import model_folder
-from tasks.runs import export_name
 
 
 @task(name="export", task_run_name="export-v{version}", persist_result=False, cache_policy=NO_CACHE)
@@ -42,12 +41,14 @@ def export_policy(config: RunConfig, cluster: ClusterRef, version: int) -> Expor
         folder=str(folder),
         files=tuple(files),
     )
-    return commit_record(context.store, layout.export(context.run, export_name(version)), record)[0]
+    return commit_record(context.store, layout.export(context.run, f"{layout.version_name(version)}.json"), record)[0]
 
 
 def find_export(config: RunConfig, version: int) -> ExportRecord | None:
     """The export of this policy version, if its files are still where the record says."""
-    found = find_record(open_run_store(config), layout.export(config.run_id, export_name(version)), ExportRecord)
+    found = find_record(
+        open_run_store(config), layout.export(config.run_id, f"{layout.version_name(version)}.json"), ExportRecord
+    )
     if found is None or found.files or (Path(found.folder) / "config.json").exists():
         return found
     return None

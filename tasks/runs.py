@@ -59,7 +59,7 @@ def describe_run(store_url: str, run: str) -> RunView:
     if started:
         views.append(_unfinished(progress.next_iteration, started))
     before, after = evaluations(store, run, planned)
-    export = find_record(store, layout.export(run, export_name(planned)), ExportRecord)
+    export = find_record(store, layout.export(run, f"{layout.version_name(planned)}.json"), ExportRecord)
     speeds = [r.metrics["generate/tokens_per_second"] for r in done if "generate/tokens_per_second" in r.metrics]
     return RunView(
         run=run,
@@ -112,19 +112,9 @@ def _samples(store: ObjectStore, record: RunRecord, stages: list[StageManifest],
     return samples
 
 
-def evaluation_name(version: int) -> str:
-    """Name of the evaluation of a policy version."""
-    return f"v{version:010d}"
-
-
-def export_name(version: int) -> str:
-    """Path of the export record of a policy version, below the run's exports."""
-    return f"v{version:010d}.json"
-
-
 def evaluations(store: ObjectStore, run: str, last: int) -> tuple[EvaluationRecord | None, EvaluationRecord | None]:
     """The evaluations of the starting policy and of version ``last``."""
-    found = [find_record(store, layout.evaluation(run, evaluation_name(v)), EvaluationRecord) for v in (0, last)]
+    found = [find_record(store, layout.evaluation(run, layout.version_name(v)), EvaluationRecord) for v in (0, last)]
     return found[0], found[1]
 
 
@@ -158,7 +148,7 @@ def _row(store: ObjectStore, run: str) -> RunRow:
     if progress.next_iteration:
         done = load_record(store, layout.iteration_done(run, progress.next_iteration - 1), IterationRecord)
         last = done.metrics.get("reward/mean")
-    export = find_record(store, layout.export(run, export_name(planned)), ExportRecord)
+    export = find_record(store, layout.export(run, f"{layout.version_name(planned)}.json"), ExportRecord)
     return RunRow(
         run=run,
         created=datetime.fromisoformat(record.created),

@@ -8,7 +8,7 @@ from rlhf_core.manifests import EvaluationRecord, ExportRecord, IterationRecord,
 from rlhf_core.records import find_record
 from tasks.context import open_run_store
 from tasks.progress import load_progress
-from tasks.runs import evaluations, export_name, iteration_records
+from tasks.runs import evaluations, iteration_records
 
 
 def summarize(config: RunConfig, seconds: float) -> RunSummary:
@@ -17,7 +17,9 @@ def summarize(config: RunConfig, seconds: float) -> RunSummary:
     progress = load_progress(store, run)
     done = iteration_records(store, run, progress.next_iteration)
     before, after = evaluations(store, run, progress.next_iteration)
-    export = find_record(store, layout.export(run, export_name(progress.policy_version)), ExportRecord)
+    export = find_record(
+        store, layout.export(run, f"{layout.version_name(progress.policy_version)}.json"), ExportRecord
+    )
     return RunSummary(
         run=run,
         iterations=progress.next_iteration,
