@@ -44,6 +44,7 @@ def up(
     if not stack.status().running:
         say(f"starting the local services below {stack.layout.home}")
     addresses = stack.up(wait)
+    stack.wait_for_worker(wait)
     if export:
         for name, value in addresses.environment.items():
             print(f"export {name}={shlex.quote(value)}")

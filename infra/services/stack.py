@@ -13,10 +13,10 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from infra.services.errors import ServiceError
-from infra.services.health import accepts_connections, last_lines, prefect_answers
+from infra.services.health import accepts_connections, answers_http, last_lines, prefect_answers
 from infra.services.layout import Layout, Service
 from infra.services.processes import end, stack_processes
-from infra.services.programs import LOOPBACK, Ports, client_environment, stack_environment, supervisor_config
+from infra.services.programs import LOOPBACK, WORK_POOL, Ports, client_environment, stack_environment, supervisor_config
 from infra.services.ray_ready import RayProbe
 from infra.services.supervision import ProgramState, SupervisorClient, launch_supervisor
 from infra.settings import inherited_environment
@@ -105,6 +105,15 @@ class ServiceStack:
                     self._end_all(grace_seconds=1.0)
                 raise
             return self._addresses(self._load_state().ports)
+
+    def wait_for_worker(self, wait_seconds: float = 60.0) -> None:
+        """Wait until the worker's pool is there, which deployments name. ServiceError if it does not come."""
+        url = f"{self._addresses(self._load_state().ports).prefect_api_url}/work_pools/{WORK_POOL}"
+        deadline = time.monotonic() + wait_seconds
+        while not answers_http(url):
+            if time.monotonic() > deadline:
+                self._fail(Service.WORKER, f"has not made its work pool {WORK_POOL!r} within {wait_seconds:.0f} s")
+            time.sleep(0.2)
 
     def down(self, grace_seconds: float = 3.0) -> None:
         """End every process of this stack and make sure that none is left. Nothing to do is no error."""

@@ -255,6 +255,7 @@ def world(e2e_preset, s3) -> Iterator[World]:
             # Ray counts the memory of the whole machine and would kill actors because of what else runs on it.
             environment.setenv("RAY_memory_monitor_refresh_ms", "0")
             addresses = stack.up(180)
+            stack.wait_for_worker(180)
             world = World(folder, e2e_preset, stack, s3, addresses.prefect_api_url, addresses.environment)
             try:
                 yield world

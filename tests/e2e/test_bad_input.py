@@ -212,9 +212,15 @@ def test_resuming_with_another_configuration_lists_the_keys(refused, e2e_preset,
     from tasks.preflight import check_before_start
 
     monkeypatch.chdir(tmp_path)
-    check_before_start(load_config(e2e_preset, ["run=r"]))  # what the command does first, without starting services
+    check_before_start(load_config(e2e_preset, ["run=r", "seed=9"]))  # what the command does, without starting services
     record = tmp_path / ".rlhf/store/runs/r/run.json"
     before = record.read_bytes()
+    check_before_start(load_config(e2e_preset, ["run=r"]))
+    assert record.read_bytes() != before, "a run that has committed nothing may still change"
+    before = record.read_bytes()
+    begun = record.parent / "evaluations" / "v0000000000.json"  # what the cluster's first task commits
+    begun.parent.mkdir()
+    begun.touch()
     message = refused("optim.learning_rate=0.1", "seed=3", "prompts.arithmetic.high=7", "iterations=50")
     has(message, "run 'r' exists with another configuration", "--run NAME")
     has(message, "optim.learning_rate: 0.001 -> 0.1", "seed: 0 -> 3", "prompts.arithmetic.high: 9 -> 7")

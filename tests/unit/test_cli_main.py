@@ -109,7 +109,7 @@ def test_up_in_a_place_that_cannot_be_written(tmp_path):
         (RunLocked("x"), EXIT_STATE),
         (NotCommitted("x"), EXIT_STATE),
         (CorruptObject("x"), EXIT_STATE),
-        (WorkerError("x"), None),
+        (WorkerError("x"), 3),
         (OSError("x"), None),
         (ValueError("x"), None),
     ],
