@@ -76,8 +76,7 @@ class Experience:
 def to_deepspeed_config(optim: OptimConfig, dtype: str, device: str, world_size: int) -> dict[str, Any]:
     """DeepSpeed's configuration. Pure. Gradients accumulate and reduce in float32 whatever the weights are.
 
-    A single rank keeps its parameters in place: there is nobody to gather them from, and gathering and freeing them around
-    every layer costs the host more than small micro-batches cost the device.
+    A single rank keeps its parameters in place: there is nobody to gather them from.
     """
     return {
         "train_micro_batch_size_per_gpu": 1,
