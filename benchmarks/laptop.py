@@ -46,32 +46,29 @@ for prompts in job["prompts"]:
 
 
 class Memory(threading.Thread):
-    """Largest sum of proportional resident memory of this process's tree and the local services, GiB."""
+    """Largest growth of the machine's memory in use since the start, GiB: all processes, shared pages once.
 
-    def __init__(self, home: Path) -> None:
+    Reading every process's proportional set size instead would cost the run CPU time, a second and more a reading.
+    """
+
+    def __init__(self) -> None:
         super().__init__(daemon=True)
-        self.home, self.peak, self.done = str(home), 0.0, threading.Event()
+        self.before, self.peak, self.done = self._used(), 0.0, threading.Event()
 
     def run(self) -> None:
-        while not self.done.wait(5.0):  # reading it costs CPU time, which the run would miss
-            self.peak = max(self.peak, self._now() / 2**30)
+        while not self.done.wait(0.5):
+            self.peak = max(self.peak, (self._used() - self.before) / 2**30)
 
-    def _now(self) -> int:
-        total, me = 0, psutil.Process()
-        mine = {p.pid for p in me.children(recursive=True)}
-        for process in psutil.process_iter():
-            try:
-                if process.pid in mine or process.environ().get("RLHF_HOME") == self.home:
-                    total += process.memory_full_info().pss
-            except (psutil.NoSuchProcess, psutil.AccessDenied):
-                continue
-        return total
+    @staticmethod
+    def _used() -> int:
+        memory = psutil.virtual_memory()
+        return memory.total - memory.available
 
 
 def train(home: Path, name: str, overrides: list[str], log: Path) -> tuple[dict, float]:
     """Run the preset; returns what `rlhf show` says and the peak memory."""
     environment = {**psutil.Process().environ(), "RLHF_HOME": str(home)}
-    memory = Memory(home)
+    memory = Memory()
     memory.start()
     with log.open("w") as sink:
         command = [*CLI, "train", "laptop", "--run", name, "--set", f'storage.url="{home}/store"', *overrides]

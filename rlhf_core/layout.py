@@ -2,14 +2,17 @@
 
 ::
 
-    runs/{run}/
-        run.json                                        the run's record (configuration, lineage)
-        lease/{epoch}.json, lease/{epoch}.beat.json     who drives the run
+    runs/{branch}/                                      a run's name; after a rerun NAME~1, NAME~2, ... beside it
+        run.json                                        the branch's record (configuration, lineage)
+        revisions/{revision}.json                       put-if-absent, below the name: the highest one is the run's head
+        children/{branch}.json                          put-if-absent: who shares the stages of this branch, and up to where
+        lease/{epoch}.json, lease/{epoch}.beat.json     who drives the run; below the name
         prompts/{name}
         iterations/{iteration}/
             data/{stage}/{attempt}/{first_row}-{digest16}.arrow   immutable; counts only where a commit names it
             commits/{stage}.json                        put-if-absent: the truth about the stage
             DONE.json                                   put-if-absent: the truth about the iteration
+            RETIRED.json                                put-if-absent: its rollouts were deleted on purpose
         checkpoints/{version}/{attempt}/{relpath}
         checkpoints/commits/{version}.json              put-if-absent
         evaluations/{name}.json
@@ -27,6 +30,7 @@ from rlhf_core.config.run import RUN_ID_PATTERN
 from rlhf_core.errors import UserError
 
 _RUN = re.compile(RUN_ID_PATTERN)
+_REVISION = re.compile(r"[1-9][0-9]{0,8}")
 _NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9_-]|\.[A-Za-z0-9_-])*")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _CHECKPOINT_COMMIT = re.compile(r"runs/[^/]+/checkpoints/commits/(\d{10,})\.json")
@@ -42,6 +46,25 @@ def check_run(run: str) -> str:
             f"run id {run!r}: use letters, digits, '-', '_' and single dots inside, at most {_LONGEST_NAME}"
         )
     return run
+
+
+def branch(run: str, revision: int) -> str:
+    """Id of a branch: the run's name, and from its first rerun on the revision behind a ``~``, which no name contains."""
+    return f"{check_run(run)}~{revision}" if revision else check_run(run)
+
+
+def check_branch(branch_id: str) -> str:
+    """Return the id of a branch. UserError if it is none."""
+    name, mark, revision = str(branch_id).partition("~")
+    check_run(name)
+    if mark and not _REVISION.fullmatch(revision):
+        raise UserError(f"branch {branch_id!r}: behind '~' stands the number of a revision, 1 or higher")
+    return branch_id
+
+
+def run_name(branch_id: str) -> str:
+    """The name of the run that a branch belongs to."""
+    return check_branch(branch_id).partition("~")[0]
 
 
 def check_name(name: str, what: str = "name") -> str:
@@ -62,8 +85,25 @@ def check_relpath(relpath: str) -> str:
 
 
 def run_root(run: str) -> str:
-    """Folder of the run."""
-    return f"runs/{check_run(run)}"
+    """Folder of a branch of a run."""
+    return f"runs/{check_branch(run)}"
+
+
+def revision(run: str, number: int) -> str:
+    """The record that makes revision 1, 2, ... the head of the run."""
+    if number < 1:
+        raise ValueError(f"revision {number}: the first one is 1")
+    return f"runs/{check_run(run)}/revisions/{_number(number, 6, 'revision')}.json"
+
+
+def children(run: str) -> str:
+    """Folder of the records of those that share stages of this branch."""
+    return f"{run_root(run)}/children"
+
+
+def child(run: str, child_branch: str) -> str:
+    """The record that ``child_branch`` shares stages of this branch."""
+    return f"{children(run)}/{check_branch(child_branch)}.json"
 
 
 def version_name(version: int) -> str:
@@ -82,13 +122,13 @@ def run_record(run: str) -> str:
 
 
 def lease(run: str, epoch: int) -> str:
-    """The claim of the driver of this epoch; epochs count from 1."""
-    return f"{run_root(run)}/lease/{_number(epoch, 6, 'epoch')}.json"
+    """The claim of the driver of this epoch; epochs count from 1. One lease for all branches of a run."""
+    return f"{run_root(run_name(run))}/lease/{_number(epoch, 6, 'epoch')}.json"
 
 
 def heartbeat(run: str, epoch: int) -> str:
     """The heartbeat of the driver of this epoch. The only object that is rewritten."""
-    return f"{run_root(run)}/lease/{_number(epoch, 6, 'epoch')}.beat.json"
+    return f"{run_root(run_name(run))}/lease/{_number(epoch, 6, 'epoch')}.beat.json"
 
 
 def prompts(run: str, relpath: str) -> str:
@@ -122,6 +162,11 @@ def shard(run: str, iteration: int, stage: str, attempt: str, first_row: int, di
 def iteration_done(run: str, iteration: int) -> str:
     """The record that ends an iteration."""
     return f"{iteration_root(run, iteration)}/DONE.json"
+
+
+def iteration_retired(run: str, iteration: int) -> str:
+    """The record that the iteration's rollouts and experience were deleted on purpose."""
+    return f"{iteration_root(run, iteration)}/RETIRED.json"
 
 
 def checkpoint_commits(run: str) -> str:

@@ -37,6 +37,7 @@ from rlhf_core.errors import FencedOut, RunLocked
 from rlhf_core.manifests import FORMAT_VERSION, Manifest
 from rlhf_core.ports import ObjectStore
 from rlhf_core.records import canonical, commit_record, find_record, load_record, seal
+from rlhf_core.searching import count_without_gaps
 
 _LOG = logging.getLogger(__name__)
 _BEATS_PER_TTL = 4
@@ -252,19 +253,8 @@ class Lease:
 
 
 def _newest_epoch(store: ObjectStore, run: str, known: int = 0) -> int:
-    """The highest epoch that was claimed; 0 if none. Epochs have no gaps, so doubling and halving find it."""
-    step = 1
-    while store.exists(layout.lease(run, known + step)):
-        known += step
-        step *= 2
-    absent = known + step
-    while absent - known > 1:
-        middle = (known + absent) // 2
-        if store.exists(layout.lease(run, middle)):
-            known = middle
-        else:
-            absent = middle
-    return known
+    """The highest epoch that was claimed; 0 if none."""
+    return count_without_gaps(lambda n: store.exists(layout.lease(run, n + 1)), known)
 
 
 def _read_state(store: ObjectStore, run: str, epoch: int) -> LeaseState:

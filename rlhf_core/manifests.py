@@ -7,7 +7,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 #: Version of everything written to the store. A reader refuses what is newer than itself.
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 #: The stages of an iteration in order. The order is the dependency chain.
 STAGES = ("generate", "score", "advantages", "update", "sync", "commit")
@@ -25,6 +25,11 @@ class Shard(Manifest):
     key: str = Field(description="Object key below the store's root.")
     first_row: int = Field(ge=0)
     rows: int = Field(ge=0)
+    groups: tuple[int, ...] = Field(
+        default=(),
+        description="Segments of a streamed stage: the groups whose rows it holds, in order, all of one size. "
+        "Readers put the rows into the order of the groups. Empty: rows in the order of the stage.",
+    )
     bytes: int = Field(ge=0, description="Length of the object.")
     blake3: str = Field(description="Hex digest of the object.")
     ids_digest: str = Field(
@@ -57,6 +62,7 @@ class ClusterRef(Manifest):
     """Names of the living actors: prints, hashes and survives a restart of the flow process."""
 
     namespace: str
+    branch: str = Field(description="Branch of the run that is driven: where its stages are committed.")
     epoch: int = Field(ge=1, description="Epoch of the driver's lease; the actors refuse calls of an older one.")
     device: Literal["cpu", "gpu"] = "cpu"
     trainers: tuple[str, ...]
@@ -64,8 +70,48 @@ class ClusterRef(Manifest):
     rewards: tuple[str, ...]
 
 
+class ParentRef(Manifest):
+    """Where a branch begins: what comes before ``stage`` of ``iteration`` is shared with the branch ``run``."""
+
+    run: str = Field(description="Branch of the parent: a run's name, or NAME~REVISION.")
+    iteration: int = Field(ge=0)
+    stage: str
+
+
+class RevisionRecord(Manifest):
+    """``revisions/N.json``: a rerun; the highest number is what the run consists of now. Older branches stay as they are."""
+
+    format: int = FORMAT_VERSION
+    run: str
+    revision: int = Field(ge=1)
+    parent: ParentRef
+    created: str = Field(description="UTC, ISO 8601.")
+    by: str = Field(description="Who asked for it: user, host and process.")
+    digest: str = ""
+
+
+class ChildRecord(Manifest):
+    """``children/BRANCH.json``: what a branch or fork shares with its parent. Written before the child exists."""
+
+    format: int = FORMAT_VERSION
+    child: str
+    parent: ParentRef
+    digest: str = ""
+
+
+class RetiredRecord(Manifest):
+    """``RETIRED.json``: the shards of an iteration were deleted on purpose; the manifests stay."""
+
+    format: int = FORMAT_VERSION
+    run: str
+    iteration: int = Field(ge=0)
+    retired: str = Field(description="UTC, ISO 8601.")
+    reason: str
+    digest: str = ""
+
+
 class RunRecord(Manifest):
-    """``run.json``: what the run is. Written once, before anything else."""
+    """``run.json``: what the run (or a branch of it) is. Written once, before anything else."""
 
     format: int = FORMAT_VERSION
     run: str
@@ -73,6 +119,7 @@ class RunRecord(Manifest):
     config: dict[str, Any] = Field(description="The resolved configuration.")
     versions: dict[str, str] = Field(default_factory=dict, description="Versions of the packages that matter.")
     prompts: PromptsManifest
+    parent: ParentRef | None = Field(default=None, description="What this branch shares; None for a run of its own.")
     digest: str = ""
 
 

@@ -14,9 +14,9 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 
 from rlhf_core import layout
-from rlhf_core.buffer import load_stage
 from rlhf_core.config import RunConfig
 from rlhf_core.errors import CorruptObject
+from rlhf_core.lineage import Lineage
 from rlhf_core.manifests import CheckpointRecord, ClusterRef, StoredFile
 from rlhf_core.ports import ObjectStore
 from rlhf_core.records import commit_record, find_record
@@ -41,7 +41,7 @@ def save_checkpoint(config: RunConfig, cluster: ClusterRef, iteration: int) -> C
     if found is not None:
         return found
     context.require_lease()
-    digest = load_stage(store, context.run, iteration, "update").details["weights_digest"]
+    digest = context.stage("update").details["weights_digest"]
     folder = Path(tempfile.mkdtemp(prefix="rlhf-checkpoint-"))
     try:
         context.trainers.call("save_checkpoint", version, str(folder), seconds=context.deadline)
@@ -61,13 +61,14 @@ def save_checkpoint(config: RunConfig, cluster: ClusterRef, iteration: int) -> C
     return committed
 
 
-def newest_checkpoint(store: ObjectStore, run: str, version: int) -> CheckpointRecord | None:
-    """The newest committed checkpoint at or before ``version``."""
-    for found in reversed(_versions(store, run)):
-        if found <= version:
-            record = find_record(store, layout.checkpoint_commit(run, found), CheckpointRecord)
-            if record is not None:
-                return record
+def newest_checkpoint(store: ObjectStore, lineage: Lineage, version: int) -> CheckpointRecord | None:
+    """The newest committed checkpoint at or before ``version``, of the head or of a version that it shares."""
+    for branch in (record.run for record in lineage.records):
+        for found in reversed(_versions(store, branch)):
+            if found <= version and lineage.branch_of_version(found) == branch:
+                record = find_record(store, layout.checkpoint_commit(branch, found), CheckpointRecord)
+                if record is not None:
+                    return record
     return None
 
 

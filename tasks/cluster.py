@@ -16,7 +16,7 @@ from rlhf_core.engines.vllm_engine import EngineSettings
 from rlhf_core.errors import CapacityError
 from rlhf_core.manifests import ClusterRef
 from rlhf_core.models import check_model_folder
-from tasks.context import open_run_store
+from tasks.context import lineage_of, open_run_store
 from tasks.preflight import context_length, model_folder
 from tasks.progress import load_progress
 from tasks.restore import restore
@@ -32,7 +32,7 @@ _REATTACH_SECONDS = 20.0
 
 
 @task(name="cluster", task_run_name="cluster", persist_result=False, cache_policy=NO_CACHE)
-def start_cluster(config: RunConfig, epoch: int) -> ClusterRef:
+def start_cluster(config: RunConfig, branch: str, epoch: int) -> ClusterRef:
     """Actors at the run's policy version: those of an earlier driver if they are intact, else new ones, restored.
 
     CapacityError if the cluster cannot place what is asked for.
@@ -41,13 +41,14 @@ def start_cluster(config: RunConfig, epoch: int) -> ClusterRef:
     gpu = _use_gpu(config)
     cluster = ClusterRef(
         namespace=NAMESPACE,
+        branch=branch,
         epoch=epoch,
         device="gpu" if gpu else "cpu",
         trainers=_names(config, "trainer", config.resources.trainer_ranks),
         engines=_names(config, "engine", config.resources.engines),
         rewards=_names(config, "reward", config.resources.reward_workers),
     )
-    version = load_progress(open_run_store(config), config.run_id).policy_version
+    version = load_progress(open_run_store(config), lineage_of(config.storage.url, branch)).policy_version
     if _reattach(cluster, version):
         get_run_logger().info("reattached to the living actors at policy version %d", version)
         return cluster

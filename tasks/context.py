@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from infra.object_store import LocalObjectStore, S3ObjectStore, open_store
 from infra.ray_cluster import connect
 from rlhf_core import layout
 from rlhf_core.actors.group import ActorGroup
-from rlhf_core.buffer import load_stage
 from rlhf_core.config import RunConfig
 from rlhf_core.errors import FencedOut, StoreError
-from rlhf_core.manifests import ClusterRef, PromptsManifest, RunRecord, StageManifest
-from rlhf_core.records import load_record
+from rlhf_core.lineage import Lineage, load_lineage
+from rlhf_core.manifests import ClusterRef, PromptsManifest, StageManifest
 
 
 def open_run_store(config: RunConfig) -> LocalObjectStore | S3ObjectStore:
@@ -23,6 +22,12 @@ def open_run_store(config: RunConfig) -> LocalObjectStore | S3ObjectStore:
         return open_store(config.storage.url)
     except ValueError as error:
         raise StoreError(f"storage.url = {config.storage.url!r}: {error}") from None
+
+
+@lru_cache(maxsize=8)
+def lineage_of(url: str, branch: str) -> Lineage:
+    """Lineage of a branch, read once: the records of a branch never change after its first stage."""
+    return load_lineage(open_store(url), branch)
 
 
 @dataclass(frozen=True)
@@ -40,7 +45,13 @@ class StageContext:
 
     @property
     def run(self) -> str:
-        return self.config.run_id
+        """Branch of the run that new stages are committed to."""
+        return self.cluster.branch
+
+    @property
+    def lineage(self) -> Lineage:
+        """What the branch shares with its parents."""
+        return lineage_of(self.config.storage.url, self.run)
 
     @property
     def deadline(self) -> float:
@@ -50,7 +61,7 @@ class StageContext:
     @cached_property
     def prompts(self) -> PromptsManifest:
         """The run's prompts."""
-        return load_record(self.store, layout.run_record(self.run), RunRecord).prompts
+        return self.lineage.record.prompts
 
     @property
     def trainers(self) -> ActorGroup:
@@ -66,7 +77,7 @@ class StageContext:
 
     def stage(self, name: str) -> StageManifest:
         """What an earlier stage of this iteration committed. NotCommitted if it has not."""
-        return load_stage(self.store, self.run, self.iteration, name)
+        return self.lineage.load(self.store, self.iteration, name)
 
     def require_lease(self) -> None:
         """FencedOut if a newer driver has taken the run over."""

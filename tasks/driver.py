@@ -13,6 +13,7 @@ from prefect.cache_policies import NO_CACHE
 
 from rlhf_core.config import RunConfig
 from rlhf_core.lease import Holder, Lease
+from rlhf_core.lineage import Lineage, load_lineage
 from rlhf_core.manifests import ClusterRef, RunSummary
 from tasks.cluster import start_cluster, stop_actors
 from tasks.context import open_run_store
@@ -35,20 +36,21 @@ class Driver:
 
     config: RunConfig
     lease: Lease
+    lineage: Lineage
     started: float = field(default_factory=time.monotonic)
     _bar: UUID | None = None
 
     def is_finished(self) -> bool:
         """Whether nothing is left to do: the export, which comes last, is there."""
-        return find_export(self.config, self.config.iterations) is not None
+        return find_export(self.config, self.lineage.head, self.config.iterations) is not None
 
     def start_cluster(self) -> ClusterRef:
         """Actors at the run's policy version."""
-        return start_cluster(self.config, self.lease.epoch)
+        return start_cluster(self.config, self.lineage.head, self.lease.epoch)
 
     def at_start(self) -> bool:
         """Whether no update was ever committed: only then the engines serve the starting policy."""
-        return load_progress(self.lease.store, self.config.run_id).policy_version == 0
+        return load_progress(self.lease.store, self.lineage).policy_version == 0
 
     def evaluates_after(self, iteration: int) -> bool:
         """Whether the policy after this iteration is evaluated: the last one always is."""
@@ -57,7 +59,7 @@ class Driver:
 
     def pending(self) -> Iterator[int]:
         """The iterations still to do. Finished ones are not touched: they create no runs."""
-        first = load_progress(self.lease.store, self.config.run_id).next_iteration
+        first = load_progress(self.lease.store, self.lineage).next_iteration
         self._bar = start_progress(self.config, first)
         for iteration in range(first, self.config.iterations):
             self.lease.check()
@@ -76,5 +78,6 @@ class Driver:
 def drive(config: RunConfig) -> Iterator[Driver]:
     """Check the run, take its lease, and give it back at the end. RunLocked if another living driver holds it."""
     preflight(config)
-    with Lease.acquire(open_run_store(config), config.run_id, Holder.current()) as lease:
-        yield Driver(config, lease)
+    store = open_run_store(config)
+    with Lease.acquire(store, config.run_id, Holder.current()) as lease:
+        yield Driver(config, lease, load_lineage(store, config.run_id))

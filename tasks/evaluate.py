@@ -27,7 +27,7 @@ def evaluate(config: RunConfig, cluster: ClusterRef, version: int) -> Evaluation
     An evaluation that is recorded is not run again.
     """
     context = StageContext(config, cluster, version, attempt="evaluate")
-    key = layout.evaluation(context.run, layout.version_name(version))
+    key = layout.evaluation(context.lineage.branch_of_version(version), layout.version_name(version))
     found = find_record(context.store, key, EvaluationRecord)
     if found is not None or context.prompts.heldout is None:
         return found
@@ -45,7 +45,7 @@ def evaluate(config: RunConfig, cluster: ClusterRef, version: int) -> Evaluation
         metrics[f"{kind}/reward"] = metrics.pop(f"{kind}/reward/mean")
         samples += [{"kind": kind, **sample} for sample in scored["samples"]]
     record = EvaluationRecord(
-        run=context.run,
+        run=context.lineage.branch_of_version(version),
         name=layout.version_name(version),
         policy_version=version,
         prompts=context.prompts.heldout.rows,

@@ -10,7 +10,6 @@ from prefect.cache_policies import NO_CACHE
 from infra.object_store import LocalObjectStore
 from infra.settings import load_settings
 from rlhf_core import layout
-from rlhf_core.buffer import load_stage
 from rlhf_core.config import RunConfig
 from rlhf_core.manifests import ClusterRef, ExportRecord
 from rlhf_core.records import commit_record, find_record
@@ -23,7 +22,7 @@ from tasks.preflight import model_folder
 @task(name="export", task_run_name="export-v{version}", persist_result=False, cache_policy=NO_CACHE)
 def export_policy(config: RunConfig, cluster: ClusterRef, version: int) -> ExportRecord:
     """Write the policy to ``storage.export`` (default ``RLHF_HOME/exports/RUN``), and to the store if that is remote."""
-    found = find_export(config, version)
+    found = find_export(config, cluster.branch, version)
     if found is not None:
         return found
     context = StageContext(config, cluster, version - 1, attempt="export")
@@ -37,18 +36,17 @@ def export_policy(config: RunConfig, cluster: ClusterRef, version: int) -> Expor
     record = ExportRecord(
         run=context.run,
         policy_version=version,
-        weights_digest=load_stage(context.store, context.run, version - 1, "update").details["weights_digest"],
+        weights_digest=context.lineage.load(context.store, version - 1, "update").details["weights_digest"],
         folder=str(folder),
         files=tuple(files),
     )
     return commit_record(context.store, layout.export(context.run, f"{layout.version_name(version)}.json"), record)[0]
 
 
-def find_export(config: RunConfig, version: int) -> ExportRecord | None:
+def find_export(config: RunConfig, branch: str, version: int) -> ExportRecord | None:
     """The export of this policy version, if its files are still where the record says."""
-    found = find_record(
-        open_run_store(config), layout.export(config.run_id, f"{layout.version_name(version)}.json"), ExportRecord
-    )
+    key = layout.export(branch, f"{layout.version_name(version)}.json")
+    found = find_record(open_run_store(config), key, ExportRecord)
     if found is None or found.files or (Path(found.folder) / "config.json").exists():
         return found
     return None

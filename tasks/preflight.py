@@ -13,6 +13,7 @@ from rlhf_core import layout
 from rlhf_core.config import RunConfig, contradictions, parse_config
 from rlhf_core.errors import ConfigError, ModelError, StoreError
 from rlhf_core.lease import Holder, require_free
+from rlhf_core.lineage import head_of, load_lineage
 from rlhf_core.manifests import PromptsManifest, RunRecord, TargetRecord
 from rlhf_core.models import ModelFacts, check_model_folder, prepare_model
 from rlhf_core.ports import ObjectStore
@@ -48,16 +49,16 @@ def check_before_start(config: RunConfig) -> None:
     check_context(config, facts)
     if existing is None:
         write_run_record(store, config, folder, facts, train, heldout)
-    elif config.iterations != planned_iterations(store, existing):
+    elif config.iterations != planned_iterations(store, lineage := load_lineage(store, config.run_id)):
         target = seal(TargetRecord(iterations=config.iterations))
-        store.put(layout.run_target(config.run_id), canonical(target.model_dump(mode="json")))
+        store.put(layout.run_target(lineage.head), canonical(target.model_dump(mode="json")))
 
 
 def _started(store: ObjectStore, config: RunConfig) -> RunRecord | None:
-    """The record of a run that has committed a stage or an evaluation. One that has not may still change its mind."""
-    record = find_record(store, layout.run_record(config.run_id), RunRecord)
-    if record is None:
-        return None
+    """The record of a run that has committed a stage or an evaluation, or shares some: one without may change its mind."""
+    record = find_record(store, layout.run_record(head_of(store, config.run_id)), RunRecord)
+    if record is None or record.parent is not None:
+        return record
     first = (
         layout.stage_commit(config.run_id, 0, "generate"),
         layout.evaluation(config.run_id, layout.version_name(0)),
@@ -116,7 +117,7 @@ def check_contradictions(record: RunRecord, config: RunConfig) -> None:
 
 def check_iterations(store: ObjectStore, config: RunConfig) -> None:
     """ConfigError if the run has more finished iterations than ``config`` asks for."""
-    done = load_progress(store, config.run_id).next_iteration
+    done = load_progress(store, load_lineage(store, config.run_id)).next_iteration
     if config.iterations < done:
         raise ConfigError(
             f"iterations = {config.iterations}, but run {config.run!r} has finished {done}: ask for {done} or more "

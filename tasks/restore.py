@@ -9,7 +9,6 @@ from pathlib import Path
 from prefect.logging import get_run_logger
 
 from rlhf_core import layout
-from rlhf_core.buffer import load_stage
 from rlhf_core.config import RunConfig
 from rlhf_core.errors import DigestMismatch
 from rlhf_core.manifests import CheckpointRecord, ClusterRef
@@ -30,7 +29,7 @@ def restore(config: RunConfig, cluster: ClusterRef, version: int) -> None:
     start = _load_newest(context, version)
     for iteration in range(start, version):
         replay = StageContext(config, cluster, iteration, attempt="restore")
-        recorded = load_stage(replay.store, replay.run, iteration, "update").details["weights_digest"]
+        recorded = replay.stage("update").details["weights_digest"]
         found = apply_update(replay).details["weights_digest"]
         if found != recorded:
             raise DigestMismatch(
@@ -38,13 +37,13 @@ def restore(config: RunConfig, cluster: ClusterRef, version: int) -> None:
                 "cannot be continued exactly here (other hardware, library versions or number of ranks or threads?)"
             )
         get_run_logger().info("replayed the update of iteration %d", iteration)
-    digest = load_stage(context.store, context.run, version - 1, "update").details["weights_digest"]
+    digest = context.stage("update").details["weights_digest"]
     push_weights(context, version, digest)
 
 
 def _load_newest(context: StageContext, version: int) -> int:
     """Load the newest checkpoint that is not after ``version``; returns its version, 0 if there is none."""
-    record = newest_checkpoint(context.store, context.run, version)
+    record = newest_checkpoint(context.store, context.lineage, version)
     if record is None:
         return 0
     folder = Path(tempfile.mkdtemp(prefix="rlhf-restore-"))

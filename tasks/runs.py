@@ -8,9 +8,10 @@ from typing import Any
 
 from infra.object_store import open_store
 from rlhf_core import layout
-from rlhf_core.buffer import find_stage, load_stage, read_rows
+from rlhf_core.buffer import read_rows
 from rlhf_core.config import RunConfig, parse_config
-from rlhf_core.errors import NotCommitted, StoreError
+from rlhf_core.errors import StoreError
+from rlhf_core.lineage import Lineage, load_lineage
 from rlhf_core.manifests import STAGES, EvaluationRecord, ExportRecord, IterationRecord, RunRecord, StageManifest
 from rlhf_core.ports import ObjectStore
 from rlhf_core.prompts.table import PromptTable
@@ -26,25 +27,25 @@ _READERS = 16
 def load_config_of(store_url: str, run: str) -> RunConfig:
     """The configuration that the run was started with. NotCommitted if there is no such run."""
     store = _open(store_url)
-    record = _record(store, run)
-    config = parse_config(record.config, origin=f"run {run}")
+    lineage = load_lineage(store, run)
+    config = parse_config(lineage.record.config, origin=f"run {run}")
     storage = config.storage.model_copy(update={"url": store_url})
-    return config.model_copy(update={"storage": storage, "iterations": planned_iterations(store, record)})
+    return config.model_copy(update={"run": run, "storage": storage, "iterations": planned_iterations(store, lineage)})
 
 
 def list_runs(store_url: str) -> list[RunRow]:
     """All runs of the store, newest first."""
     store = _open(store_url)
-    names = sorted({key.split("/")[1] for key in store.list("runs") if key.endswith("/run.json")})
+    names = sorted({layout.run_name(key.split("/")[1]) for key in store.list("runs") if key.endswith("/run.json")})
     return sorted((_row(store, run) for run in names), key=lambda row: (str(row.created), row.run), reverse=True)
 
 
 def describe_run(store_url: str, run: str) -> RunView:
     """Everything that `rlhf show` shows."""
     store = _open(store_url)
-    record = _record(store, run)
-    progress = load_progress(store, run)
-    done = iteration_records(store, run, progress.next_iteration)
+    lineage = load_lineage(store, run)
+    progress = load_progress(store, lineage)
+    done = iteration_records(store, lineage, progress.next_iteration)
     views = [
         IterationView(
             iteration=r.iteration,
@@ -54,12 +55,12 @@ def describe_run(store_url: str, run: str) -> RunView:
         )
         for r in done
     ]
-    planned = planned_iterations(store, record)
-    started = _open_stages(store, run, progress.next_iteration) if progress.next_iteration < planned else {}
+    planned = planned_iterations(store, lineage)
+    started = _open_stages(store, lineage, progress.next_iteration) if progress.next_iteration < planned else {}
     if started:
         views.append(_unfinished(progress.next_iteration, started))
-    before, after = evaluations(store, run, planned)
-    export = find_record(store, layout.export(run, f"{layout.version_name(planned)}.json"), ExportRecord)
+    before, after = evaluations(store, lineage, planned)
+    export = find_record(store, layout.export(lineage.head, f"{layout.version_name(planned)}.json"), ExportRecord)
     speeds = [r.metrics["generate/tokens_per_second"] for r in done if "generate/tokens_per_second" in r.metrics]
     return RunView(
         run=run,
@@ -79,14 +80,14 @@ def describe_run(store_url: str, run: str) -> RunView:
 def sample_rollouts(store_url: str, run: str, iteration: int, limit: int) -> list[RolloutSample]:
     """The first rollouts of an iteration, as text, with what the later stages made of them."""
     store = _open(store_url)
-    record = _record(store, run)
-    stages = [load_stage(store, run, iteration, "generate")]
+    lineage = load_lineage(store, run)
+    stages = [lineage.load(store, iteration, "generate")]
     for name in ("score", "advantages"):
-        found = find_stage(store, run, iteration, name)
+        found = lineage.find(store, iteration, name)
         if found is None:
             break
         stages.append(found)
-    return _samples(store, record, stages, limit)
+    return _samples(store, lineage.record, stages, limit)
 
 
 def _samples(store: ObjectStore, record: RunRecord, stages: list[StageManifest], limit: int) -> list[RolloutSample]:
@@ -112,16 +113,19 @@ def _samples(store: ObjectStore, record: RunRecord, stages: list[StageManifest],
     return samples
 
 
-def evaluations(store: ObjectStore, run: str, last: int) -> tuple[EvaluationRecord | None, EvaluationRecord | None]:
+def evaluations(
+    store: ObjectStore, lineage: Lineage, last: int
+) -> tuple[EvaluationRecord | None, EvaluationRecord | None]:
     """The evaluations of the starting policy and of version ``last``."""
-    found = [find_record(store, layout.evaluation(run, layout.version_name(v)), EvaluationRecord) for v in (0, last)]
+    keys = [layout.evaluation(lineage.branch_of_version(v), layout.version_name(v)) for v in (0, last)]
+    found = [find_record(store, key, EvaluationRecord) for key in keys]
     return found[0], found[1]
 
 
-def iteration_records(store: ObjectStore, run: str, count: int) -> list[IterationRecord]:
+def iteration_records(store: ObjectStore, lineage: Lineage, count: int) -> list[IterationRecord]:
     """The records of iterations 0 .. count - 1."""
     with ThreadPoolExecutor(_READERS) as pool:
-        keys = [layout.iteration_done(run, k) for k in range(count)]
+        keys = [layout.iteration_done(lineage.branch_of(k, "commit"), k) for k in range(count)]
         return list(pool.map(lambda key: load_record(store, key, IterationRecord), keys))
 
 
@@ -132,26 +136,20 @@ def _open(store_url: str) -> Any:
         raise StoreError(f"store {store_url!r}: {error}") from None
 
 
-def _record(store: ObjectStore, run: str) -> RunRecord:
-    record = find_record(store, layout.run_record(run), RunRecord)
-    if record is None:
-        raise NotCommitted(f"there is no run {run!r} in {store.url}; `rlhf runs` lists those there are")
-    return record
-
-
 def _row(store: ObjectStore, run: str) -> RunRow:
-    record = _record(store, run)
-    progress = load_progress(store, run)
-    planned = planned_iterations(store, record)
-    before, after = evaluations(store, run, planned)
+    lineage = load_lineage(store, run)
+    progress = load_progress(store, lineage)
+    planned = planned_iterations(store, lineage)
+    before, after = evaluations(store, lineage, planned)
     last = None
     if progress.next_iteration:
-        done = load_record(store, layout.iteration_done(run, progress.next_iteration - 1), IterationRecord)
+        newest = progress.next_iteration - 1
+        done = load_record(store, layout.iteration_done(lineage.branch_of(newest, "commit"), newest), IterationRecord)
         last = done.metrics.get("reward/mean")
-    export = find_record(store, layout.export(run, f"{layout.version_name(planned)}.json"), ExportRecord)
+    export = find_record(store, layout.export(lineage.head, f"{layout.version_name(planned)}.json"), ExportRecord)
     return RunRow(
         run=run,
-        created=datetime.fromisoformat(record.created),
+        created=datetime.fromisoformat(lineage.records[-1].created),
         iterations_done=progress.next_iteration,
         iterations=planned,
         state=_state(progress.next_iteration, planned, after, export, {}),
@@ -161,8 +159,8 @@ def _row(store: ObjectStore, run: str) -> RunRow:
     )
 
 
-def _open_stages(store: ObjectStore, run: str, iteration: int) -> dict[str, StageManifest]:
-    found = {name: find_stage(store, run, iteration, name) for name in STAGES if name != "commit"}
+def _open_stages(store: ObjectStore, lineage: Lineage, iteration: int) -> dict[str, StageManifest]:
+    found = {name: lineage.find(store, iteration, name) for name in STAGES if name != "commit"}
     return {name: manifest for name, manifest in found.items() if manifest is not None}
 
 

@@ -16,7 +16,7 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 from prefect.states import Completed
 
-from rlhf_core.buffer import commit_stage, find_stage
+from rlhf_core.buffer import commit_stage
 from rlhf_core.config import RunConfig
 from rlhf_core.errors import FencedOut, IntegrityError, NumericsError, UserError
 from rlhf_core.manifests import ClusterRef, StageManifest
@@ -51,7 +51,7 @@ def stage_task(name: str, *, retryable: bool) -> Callable[[StageWork], StageCall
         )
         def run_stage(config: RunConfig, cluster: ClusterRef, iteration: int) -> Any:
             context = StageContext(config, cluster, iteration, attempt=uuid.uuid4().hex[:16])
-            found = find_stage(context.store, context.run, iteration, name)
+            found = context.lineage.find(context.store, iteration, name)
             if found is not None:
                 return Completed(name="Reused", message=f"committed by attempt {found.attempt}", data=found)
             context.require_lease()

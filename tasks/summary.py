@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from rlhf_core import layout
 from rlhf_core.config import RunConfig
+from rlhf_core.lineage import load_lineage
 from rlhf_core.manifests import EvaluationRecord, ExportRecord, IterationRecord, RunSummary
 from rlhf_core.records import find_record
 from tasks.context import open_run_store
@@ -14,11 +15,12 @@ from tasks.runs import evaluations, iteration_records
 def summarize(config: RunConfig, seconds: float) -> RunSummary:
     """What `rlhf train` prints at the end. ``seconds`` is the time this driver took."""
     store, run = open_run_store(config), config.run_id
-    progress = load_progress(store, run)
-    done = iteration_records(store, run, progress.next_iteration)
-    before, after = evaluations(store, run, progress.next_iteration)
+    lineage = load_lineage(store, run)
+    progress = load_progress(store, lineage)
+    done = iteration_records(store, lineage, progress.next_iteration)
+    before, after = evaluations(store, lineage, progress.next_iteration)
     export = find_record(
-        store, layout.export(run, f"{layout.version_name(progress.policy_version)}.json"), ExportRecord
+        store, layout.export(lineage.head, f"{layout.version_name(progress.policy_version)}.json"), ExportRecord
     )
     return RunSummary(
         run=run,
