@@ -14,6 +14,7 @@ running the same run again continues after the last committed stage.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from prefect import flow
@@ -46,10 +47,12 @@ def train_rlhf(config: RunConfig) -> RunSummary:
             return driver.finish()
         cluster = driver.start_cluster()
         if driver.at_start():
-            evaluate(config, cluster, version=0)
-        for iteration in driver.pending():
-            run_iteration(config, cluster, iteration)
-            if driver.evaluates_after(iteration):
-                evaluate(config, cluster, version=iteration + 1)
-        export_policy(config, cluster, version=config.iterations)
+            cluster = driver.persevere(cluster, lambda c: evaluate(config, c, version=0))
+        for k in driver.pending():
+            cluster = driver.persevere(cluster, partial(run_iteration, config, iteration=k))
+            driver.publish(cluster)
+            if driver.evaluates_after(k):
+                cluster = driver.persevere(cluster, partial(evaluate, config, version=k + 1))
+        cluster = driver.persevere(cluster, partial(export_policy, config, version=config.iterations))
+        driver.publish(cluster, wait=True)
         return driver.finish()

@@ -14,6 +14,20 @@ def connect(namespace: str) -> None:
         ray.init(namespace=namespace, configure_logging=False, log_to_driver=False)
 
 
+def reconnect(namespace: str) -> None:
+    """As ``connect``, after leaving a cluster that no longer answers (its head was restarted)."""
+    import ray
+    from ray.exceptions import RayError
+
+    if ray.is_initialized():
+        try:
+            ray.nodes()
+            return
+        except (RayError, RuntimeError, ConnectionError):
+            ray.shutdown()
+    connect(namespace)
+
+
 def has_gpus() -> bool:
     """Whether any living node offers a GPU."""
     import ray

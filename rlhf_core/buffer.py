@@ -59,40 +59,42 @@ class StageWriter:
 
     def write_shard(self, table: pa.Table, first_row: int) -> Shard:
         """Write the rows ``first_row ..`` of the stage as one object. It counts once a commit names it."""
+        shard, data = self.prepare(table, first_row)
+        self.store.put(shard.key, data)
+        return shard
+
+    def prepare(self, table: pa.Table, first_row: int, groups: Sequence[int] = ()) -> tuple[Shard, bytes]:
+        """A shard and its bytes, not yet written. With ``groups`` a segment: the rows are those of whole groups."""
         if "sample_id" not in table.column_names:
             raise ValueError(f"stage {self.stage!r}: a shard needs the column 'sample_id', it has {table.column_names}")
         data = encode(table)
         content = digest(data)
         key = layout.shard(self.run, self.iteration, self.stage, self.attempt, first_row, content)
-        self.store.put(key, data)
-        return Shard(
+        shard = Shard(
             key=key,
             first_row=first_row,
             rows=table.num_rows,
+            groups=tuple(groups),
             bytes=len(data),
             blake3=content,
             ids_digest=_ids_digest(table),
         )
+        return shard, data
 
 
 def commit_stage(store: ObjectStore, manifest: StageManifest) -> tuple[StageManifest, bool]:
     """Commit the stage, or adopt the attempt that committed it first; returns (what is committed, whether it is ours).
 
-    The shards must cover the rows from 0 without gaps. Their order, ``rows`` and ``digest`` are filled in. Adopting
-    needs the same parents and policy version, else ConflictingCommit. ValueError for gaps, overlaps or a
-    wrong row count.
+    The shards must cover the rows from 0 without gaps; segments, the groups from 0. Their order, ``rows`` and ``digest``
+    are filled in. Adopting needs the same parents and policy version, else ConflictingCommit. ValueError for gaps,
+    overlaps or a wrong row count.
     """
     where = f"{manifest.run} iteration {manifest.iteration} stage {manifest.stage!r}"
-    shards = tuple(sorted(manifest.shards, key=lambda shard: (shard.first_row, shard.rows)))
-    expected = 0
-    for shard in shards:
-        if shard.first_row != expected:
-            problem = "missing" if shard.first_row > expected else "there twice"
-            raise ValueError(
-                f"{where}: rows {min(expected, shard.first_row)} to {max(expected, shard.first_row) - 1} are "
-                f"{problem}: {shard.key} starts at row {shard.first_row}, expected {expected}"
-            )
-        expected += shard.rows
+    if any(shard.groups for shard in manifest.shards):
+        shards = _segments_in_order(where, manifest.shards)
+    else:
+        shards = _shards_in_order(where, manifest.shards)
+    expected = sum(shard.rows for shard in shards)
     if shards and manifest.rows not in (0, expected):
         raise ValueError(f"{where}: the manifest says {manifest.rows} rows, its shards hold {expected}")
     ours = manifest.model_copy(update={"shards": shards, "rows": expected if shards else manifest.rows})
@@ -107,6 +109,37 @@ def commit_stage(store: ObjectStore, manifest: StageManifest) -> tuple[StageMani
                     f"{ours.attempt!r} has {wanted!r}: it was computed from something else and is not committed"
                 )
     return committed, mine
+
+
+def _shards_in_order(where: str, shards: Sequence[Shard]) -> tuple[Shard, ...]:
+    ordered = sorted(shards, key=lambda shard: (shard.first_row, shard.rows))
+    expected = 0
+    for shard in ordered:
+        if shard.first_row != expected:
+            problem = "missing" if shard.first_row > expected else "there twice"
+            raise ValueError(
+                f"{where}: rows {min(expected, shard.first_row)} to {max(expected, shard.first_row) - 1} are "
+                f"{problem}: {shard.key} starts at row {shard.first_row}, expected {expected}"
+            )
+        expected += shard.rows
+    return tuple(ordered)
+
+
+def _segments_in_order(where: str, segments: Sequence[Shard]) -> tuple[Shard, ...]:
+    """By their first group; ``first_row`` then counts the rows as they lie, which only identifies a segment."""
+    groups = sorted(group for segment in segments for group in segment.groups)
+    wrong = next((n for n, group in enumerate(groups) if n != group), None)
+    if wrong is not None:
+        problem = "there twice" if groups[wrong] < wrong else "missing"
+        raise ValueError(f"{where}: group {min(wrong, groups[wrong])} is {problem} in its {len(segments)} segments")
+    sizes = {segment.rows / max(1, len(segment.groups)) for segment in segments}
+    if len(sizes) != 1 or not sizes.pop().is_integer():
+        raise ValueError(f"{where}: its segments hold groups of different sizes: {[s.key for s in segments][:4]}")
+    ordered, first = [], 0
+    for segment in sorted(segments, key=lambda s: s.groups[0]):
+        ordered.append(segment.model_copy(update={"first_row": first}))
+        first += segment.rows
+    return tuple(ordered)
 
 
 def load_stage(store: ObjectStore, run: str, iteration: int, stage: str) -> StageManifest:
@@ -209,9 +242,7 @@ def _check_group(manifest: StageManifest, first: StageManifest) -> None:
 
 def _fetch(store: ObjectStore, manifests: Sequence[StageManifest], rows: range) -> list[pa.Table]:
     """The rows of each group. All shards of all groups are read side by side."""
-    needed = [[shard for shard in manifest.shards if _overlaps(shard, rows)] for manifest in manifests]
-    # An empty range still has a schema.
-    needed = [shards or [manifest.shards[0]] for shards, manifest in zip(needed, manifests, strict=True)]
+    needed = [_needed(manifest, rows) for manifest in manifests]
     with ThreadPoolExecutor(_READS_AT_ONCE, thread_name_prefix="read-rows") as pool:
         jobs = [[pool.submit(read_shard, store, shard) for shard in shards] for shards in needed]
         try:
@@ -221,9 +252,37 @@ def _fetch(store: ObjectStore, manifests: Sequence[StageManifest], rows: range) 
             raise
     merged = []
     for shards, parts in zip(needed, tables, strict=True):
-        start = rows.start - shards[0].first_row if rows else 0
-        merged.append(pa.concat_tables(parts).slice(start, len(rows)))
+        table = pa.concat_tables(parts)
+        if shards[0].groups:
+            merged.append(_rows_of_groups(table, shards, rows))
+        else:
+            merged.append(table.slice(rows.start - shards[0].first_row if rows else 0, len(rows)))
     return merged
+
+
+def _needed(manifest: StageManifest, rows: range) -> list[Shard]:
+    """The shards that hold any of the rows; at least one, because an empty range still has a schema."""
+    if manifest.shards[0].groups:
+        size = _group_size(manifest.shards[0])
+        groups = range(rows.start // size, -(-rows.stop // size)) if rows else range(0)
+        found = [shard for shard in manifest.shards if any(group in groups for group in shard.groups)]
+    else:
+        found = [shard for shard in manifest.shards if _overlaps(shard, rows)]
+    return found or [manifest.shards[0]]
+
+
+def _rows_of_groups(table: pa.Table, segments: Sequence[Shard], rows: range) -> pa.Table:
+    """Rows ``rows`` of the stage, in the order of its groups, of segments that lie one after another in ``table``."""
+    size = _group_size(segments[0])
+    position = {group: n for n, group in enumerate(group for segment in segments for group in segment.groups)}
+    picked = [position[row // size] * size + row % size for row in rows]
+    if picked and picked == list(range(picked[0], picked[0] + len(picked))):
+        return table.slice(picked[0], len(picked))  # in order already: nothing is copied
+    return table.take(pa.array(picked, type=pa.int64()))
+
+
+def _group_size(segment: Shard) -> int:
+    return segment.rows // len(segment.groups)
 
 
 def _overlaps(shard: Shard, rows: range) -> bool:

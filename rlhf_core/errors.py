@@ -18,7 +18,9 @@ RLHFError
 │   ├── DigestMismatch             a replayed update gave other weights than the recorded ones
 │   └── AgreementError             trainer and engine disagree about logprobs
 ├── StaleEngine                    an engine serves another policy version than asked for
-├── WorkerError                    a rank, engine or reward worker failed or died; names it and the stage
+├── WorkerError                    a rank, engine or reward worker failed; names it and the stage
+│   ├── WorkerDied                 it is gone: only rebuilding it helps
+│   └── GuardTripped               its update went out of bounds: rebuild the ranks without it
 └── NumericsError                  NaN or Inf where the training cannot go on
 """
 
@@ -98,7 +100,15 @@ class StaleEngine(RLHFError):
 
 
 class WorkerError(RLHFError):
-    """A rank, engine or reward worker failed or died."""
+    """A rank, engine or reward worker failed."""
+
+
+class WorkerDied(WorkerError):
+    """A rank, engine or reward worker, or the cluster below it, is gone; the same call to it cannot succeed."""
+
+
+class GuardTripped(WorkerError):
+    """An update went out of bounds and is to be rolled back: the ranks are rebuilt, and the batch is left out."""
 
 
 class NumericsError(RLHFError):

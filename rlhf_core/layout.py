@@ -12,6 +12,7 @@
             data/{stage}/{attempt}/{first_row}-{digest16}.arrow   immutable; counts only where a commit names it
             commits/{stage}.json                        put-if-absent: the truth about the stage
             DONE.json                                   put-if-absent: the truth about the iteration
+            GUARD.json                                  put-if-absent: its update was rolled back, the batch is left out
             RETIRED.json                                put-if-absent: its rollouts were deleted on purpose
         checkpoints/{version}/{attempt}/{relpath}
         checkpoints/commits/{version}.json              put-if-absent
@@ -162,6 +163,11 @@ def shard(run: str, iteration: int, stage: str, attempt: str, first_row: int, di
 def iteration_done(run: str, iteration: int) -> str:
     """The record that ends an iteration."""
     return f"{iteration_root(run, iteration)}/DONE.json"
+
+
+def guard(run: str, iteration: int) -> str:
+    """The record that an update of the iteration was rolled back."""
+    return f"{iteration_root(run, iteration)}/GUARD.json"
 
 
 def iteration_retired(run: str, iteration: int) -> str:

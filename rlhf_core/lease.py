@@ -2,17 +2,23 @@
 
 The driver of epoch n owns ``lease/{n}.json``, made by put-if-absent, and rewrites a heartbeat beside it from a
 background thread. Whoever creates epoch n + 1 has taken over; the driver of epoch n finds that out by ``check()`` and
-must stop.
+must stop. That creation alone is the fence: a driver that could not write heartbeats, because the store was away, goes
+on if nobody has created n + 1.
 The lease saves work and gives clear errors; it is not what keeps the data safe, every commit is put-if-absent too.
 
 When a lease counts as free, and the clocks behind it:
 
 * its holder released it;
 * its holder ran on this host and that process is gone (process id and start time, so a reused id does not count);
-* it expired: the heartbeat's timestamp is older than its ttl by our clock. On the same host that is one clock, so it
-  decides alone. For another host the clocks may differ, so the heartbeat is then watched for a third of the ttl, more
-  than one beat, and a counter that still changes means a living holder. A holder whose clock runs ahead only makes the
-  takeover later, never wrong.
+* it expired: the heartbeat's timestamp is older than its ttl by our clock. Clocks differ between hosts, and the store
+  may just be back from an outage in which nobody could write, so the heartbeat is then watched for a third of the ttl,
+  more than one beat, and a counter that still changes means a living holder. A holder whose clock runs ahead only makes
+  the takeover later, never wrong.
+
+A holder that was silent for longer than its ttl writes a heartbeat and then looks for n + 1, in this order. Another
+driver reads the heartbeat last and then creates n + 1. So if the holder does not see n + 1, the other one either sees
+the heartbeat and leaves the run alone, or has read it before and creates n + 1 right afterwards: then it is the driver,
+and the holder's next check finds it. At no time two drivers both pass a check that began after n + 1 was created.
 
 Same host means the same host name; containers that share one but not their process ids must not drive the same run.
 """
@@ -128,22 +134,32 @@ def require_free(store: ObjectStore, run: str, holder: Holder) -> None:
 class Lease:
     """A held lease. Made by ``acquire``; as a context manager it is released at the end."""
 
-    def __init__(self, store: ObjectStore, claim: Claim, claimed_at: float) -> None:
+    def __init__(self, store: ObjectStore, claim: Claim, claimed_at: float, beats: ObjectStore | None = None) -> None:
         self.store, self.claim = store, claim
+        self._beats = beats or store
+        self._beating = threading.Lock()  # one writer at a time, so that an old heartbeat never replaces a newer one
         self._counter = 0
         self._written_at = claimed_at  # monotonic; the claim itself is the first sign of life
-        self._failure: Exception | None = None
         self._fenced = self._released = False
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._keep, name=f"lease-{claim.run}-{claim.epoch}", daemon=True)
         self._thread.start()
 
     @classmethod
-    def acquire(cls, store: ObjectStore, run: str, holder: Holder, ttl_seconds: float = 60.0) -> Lease:
+    def acquire(
+        cls,
+        store: ObjectStore,
+        run: str,
+        holder: Holder,
+        ttl_seconds: float = 60.0,
+        beats: ObjectStore | None = None,
+    ) -> Lease:
         """Become the driver of the run.
 
         RunLocked names the living holder and how to take over. Of several racers exactly one wins. OSError if the store
         fails. ``ttl_seconds`` is how long a dead driver on another host blocks the run, at least.
+        ``beats`` is what the heartbeat thread and ``release`` use: give the store without patience where ``store``
+        outlasts outages, because both try again or give up by themselves.
         """
         layout.check_run(run)
         if ttl_seconds <= 0:
@@ -164,7 +180,7 @@ class Lease:
             before = time.monotonic()
             stored, mine = commit_record(store, layout.lease(run, epoch + 1), claim)
             if mine:
-                return cls(store, stored, before)
+                return cls(store, stored, before, beats)
         raise RunLocked(
             f"run {run!r}: {_ROUNDS} other drivers were faster in a row; now epoch {epoch} is reached: try again"
         )
@@ -182,21 +198,22 @@ class Lease:
     def check(self) -> None:
         """Return if this is still the driver. FencedOut if not; OSError if the store does not tell.
 
-        Costs one ``exists``. Call it before what must not be done twice, and before commits.
+        Costs one ``exists``. Call it before what must not be done twice, and before commits. After a silence longer
+        than the ttl it writes a heartbeat first, and OSError also means that this could not be done.
         """
         run = self.claim.run
         if self._released:
             raise FencedOut(f"run {run!r}: this driver released its lease (epoch {self.epoch})")
-        if self._fenced or self._newer_exists():
+        failure = None if self._fenced else self._break_silence()
+        if self._fenced or self._newer_exists(self.store):
             raise FencedOut(
                 f"run {run!r}: {self._successor()} took over from epoch {self.epoch}: this driver must stop"
             )
-        silent = time.monotonic() - self._written_at
-        if silent > self.claim.ttl_seconds:
-            raise FencedOut(
-                f"run {run!r}: no heartbeat could be written to {self.store.url} for {silent:.0f} s, the lease lasts "
-                f"{self.claim.ttl_seconds:.0f} s; another driver may take over (last error: {self._failure})"
-            )
+        if failure is not None:
+            raise OSError(
+                f"run {run!r}: no heartbeat could be written to {self.store.url} for {self._silent():.1f} s, the lease "
+                f"lasts {self.claim.ttl_seconds:g} s: {failure}"
+            ) from failure
 
     def release(self) -> None:
         """Let the next driver in at once. Idempotent. If the store fails, that is logged and the lease expires."""
@@ -206,7 +223,8 @@ class Lease:
         self._stop.set()
         self._thread.join(self.claim.ttl_seconds)
         try:
-            self._write(released=True)
+            with self._beating:
+                self._write(self._beats, released=True)
         except OSError as error:
             _LOG.warning(
                 "run %s: the lease could not be released, it expires in %.0f s: %s",
@@ -226,29 +244,55 @@ class Lease:
     def _keep(self) -> None:
         """The heartbeat thread."""
         pause = self.claim.ttl_seconds / _BEATS_PER_TTL
+        failing = False
         while not self._stop.is_set():
             try:
-                self._write()
-                self._failure = None
-                if self._newer_exists():
+                with self._beating:
+                    self._write(self._beats)
+                if self._newer_exists(self._beats):
                     return
-            except Exception as error:  # noqa: BLE001  # a boundary: check() reports it once it lasts longer than the ttl
-                self._failure = error
+                failing = False
+            except Exception as error:  # noqa: BLE001  # a boundary: the next beat tries again, check() decides
+                if not failing:
+                    _LOG.warning("run %s: heartbeats of the lease fail, trying on: %s", self.claim.run, error)
+                failing = True
             self._stop.wait(pause)
 
-    def _write(self, released: bool = False) -> None:
+    def _silent(self) -> float:
+        """Seconds since the last heartbeat was begun that the store took."""
+        return time.monotonic() - self._written_at
+
+    def _break_silence(self) -> OSError | None:
+        """Write a heartbeat if the last one is older than the ttl; what the store said if it could not be written."""
+        # At most twice: a patient store may have waited for so long that the first one is old on arrival.
+        for _ in range(2):
+            if self._silent() <= self.claim.ttl_seconds:
+                return None
+            with self._beating:
+                if self._silent() <= self.claim.ttl_seconds:  # the thread's heartbeat came through meanwhile
+                    return None
+                try:
+                    self._write(self.store)
+                except OSError as error:
+                    return error
+        return None
+
+    def _write(self, store: ObjectStore, released: bool = False) -> None:
         before = time.monotonic()  # the beat counts from when it was begun: a slow store must not lengthen the lease
         self._counter += 1
         beat = Heartbeat(epoch=self.epoch, token=self.token, counter=self._counter, at=time.time(), released=released)
-        self.store.put(layout.heartbeat(self.claim.run, self.epoch), canonical(seal(beat).model_dump(mode="json")))
+        store.put(layout.heartbeat(self.claim.run, self.epoch), canonical(seal(beat).model_dump(mode="json")))
         self._written_at = before
 
-    def _newer_exists(self) -> bool:
-        self._fenced = self._fenced or self.store.exists(layout.lease(self.claim.run, self.epoch + 1))
+    def _newer_exists(self, store: ObjectStore) -> bool:
+        self._fenced = self._fenced or store.exists(layout.lease(self.claim.run, self.epoch + 1))
         return self._fenced
 
     def _successor(self) -> str:
-        state = lease_state(self.store, self.claim.run)
+        try:
+            state = lease_state(self._beats, self.claim.run)
+        except OSError:  # only the name is missing then
+            state = None
         return "another driver" if state is None else f"{state.claim.holder} (epoch {state.claim.epoch})"
 
 
@@ -269,7 +313,7 @@ def _require_free(store: ObjectStore, state: LeaseState, holder: Holder) -> None
     if state.released or (same_host and not _lives(owner)):
         return
     age = time.time() - state.last_seen
-    if age > ttl and (same_host or not _still_beats(store, state)):
+    if age > ttl and not _still_beats(store, state):
         return
     since = datetime.fromtimestamp(state.claim.acquired_at, UTC).isoformat(timespec="seconds")
     last = datetime.fromtimestamp(state.last_seen, UTC).isoformat(timespec="seconds")

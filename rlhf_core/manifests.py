@@ -99,6 +99,16 @@ class ChildRecord(Manifest):
     digest: str = ""
 
 
+class GuardRecord(Manifest):
+    """``GUARD.json``: an update of this iteration went out of bounds and was rolled back; the batch is to be left out."""
+
+    format: int = FORMAT_VERSION
+    run: str
+    iteration: int = Field(ge=0)
+    reason: str
+    digest: str = ""
+
+
 class RetiredRecord(Manifest):
     """``RETIRED.json``: the shards of an iteration were deleted on purpose; the manifests stay."""
 
@@ -183,6 +193,7 @@ class CheckpointRecord(Manifest):
     policy_version: int = Field(ge=1)
     world_size: int = Field(ge=1)
     weights_digest: str
+    update: str = Field(default="", description="Digest of the manifest of the update that made this version.")
     files: tuple[StoredFile, ...]
     digest: str = ""
 

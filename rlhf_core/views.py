@@ -76,3 +76,93 @@ class RolloutSample(View):
     tokens: int
     """Response tokens."""
     advantage: float | None = None
+
+
+class Damage(View):
+    """One object that is not what the records say, or that contradicts the others."""
+
+    key: str
+    kind: Literal["missing", "damaged", "inconsistent"]
+    """Not there; other bytes than recorded; or whole, but in contradiction to other records."""
+    iteration: int | None = None
+    stage: str | None = None
+    problem: str
+    remedy: str
+    """What it can be rebuilt from, and how."""
+
+
+class IterationAudit(View):
+    """What was proven of one iteration: samples = trained + left out + waiting + retired + unproven."""
+
+    iteration: int
+    states: dict[str, Literal["intact", "retired", "damaged", "missing", "open"]]
+    """Stage -> state of its record and shards; `retired`: record intact, shards deleted on purpose."""
+    shared: dict[str, str] = {}
+    """Stage -> branch where it lies, if that is not the run's head."""
+    prompts: int = 0
+    samples: int = 0
+    tokens: int = 0
+    """Response tokens."""
+    trained: int = 0
+    left_out: dict[str, int] = {}
+    """Reason -> samples that were in the batch and taught nothing."""
+    waiting: int = 0
+    """Samples whose update is not committed yet."""
+    retired: int = 0
+    """Samples whose rows were deleted on purpose: only their number is known."""
+    unproven: int = 0
+    """Samples whose fate cannot be told because of damage."""
+    skipped: str | None = None
+    """Why a guard left the whole batch out."""
+
+
+class EpochUse(View):
+    """How often the prompts of a table were used in one epoch over it."""
+
+    table: str
+    """Key of the prompt table."""
+    epoch: int
+    prompts: int
+    """Prompts in the table."""
+    used: int
+    """Uses in all."""
+    least: int
+    """Uses of the prompt that was used least."""
+    most: int
+
+
+class AuditView(View):
+    """What `rlhf audit` proves of a run."""
+
+    run: str
+    proven: bool
+    """Whether there is no damage."""
+    branches: tuple[str, ...] = ()
+    """The branches that the run consists of, its head first."""
+    iterations: int = 0
+    """Planned iterations."""
+    iterations_done: int = 0
+    records: int
+    """Sealed records read and verified."""
+    objects: int = 0
+    """Shards and files read and verified."""
+    bytes: int = 0
+    """Bytes of them."""
+    objects_retired: int = 0
+    """Shards that retention deleted."""
+    prompts: int = 0
+    samples: int = 0
+    tokens: int = 0
+    """Response tokens."""
+    trained: int = 0
+    left_out: dict[str, int] = {}
+    """Reason -> samples."""
+    waiting: int = 0
+    retired: int = 0
+    unproven: int = 0
+    epochs: tuple[EpochUse, ...] = ()
+    checkpoints: tuple[int, ...] = ()
+    """Policy versions of the intact checkpoints."""
+    stages: tuple[IterationAudit, ...] = ()
+    """The iterations that were begun, in order."""
+    damage: tuple[Damage, ...] = ()

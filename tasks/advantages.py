@@ -13,7 +13,7 @@ from tasks.stage import manifest_of, stage_task
 @stage_task("advantages", retryable=True)
 def advantages(context: StageContext) -> StageManifest:
     """Every rank writes the experience of its rows."""
-    rollouts, rewards = context.stage("generate"), context.stage("score")
+    rollouts, rewards, config = context.stage("generate"), context.stage("score"), context.config
     job = ExperienceJob(
         run=context.run,
         iteration=context.iteration,
@@ -21,6 +21,7 @@ def advantages(context: StageContext) -> StageManifest:
         rollouts=rollouts,
         rewards=rewards,
         version=rollouts.policy_version,
+        learn=config.learn,
     )
     to_trainers(context)
     results: list[StageResult] = context.trainers.call("experience", job, seconds=context.deadline)

@@ -1,28 +1,21 @@
-"""Checkpoints: the ranks save to a local folder, the files go to the store, one record commits them."""
+"""Checkpoints: the ranks save to their local disks, upload in the background, and one record commits what has arrived."""
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 import uuid
-from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
-import blake3
 from prefect import task
 from prefect.cache_policies import NO_CACHE
+from prefect.logging import get_run_logger
 
 from rlhf_core import layout
+from rlhf_core.actors.checkpointing import SavedCheckpoint
 from rlhf_core.config import RunConfig
-from rlhf_core.errors import CorruptObject
 from rlhf_core.lineage import Lineage
-from rlhf_core.manifests import CheckpointRecord, ClusterRef, StoredFile
+from rlhf_core.manifests import CheckpointRecord, ClusterRef
 from rlhf_core.ports import ObjectStore
 from rlhf_core.records import commit_record, find_record
 from tasks.context import StageContext
-
-_TRANSFERS = 2
 
 
 def due(config: RunConfig, iteration: int) -> bool:
@@ -32,87 +25,59 @@ def due(config: RunConfig, iteration: int) -> bool:
 
 
 @task(name="checkpoint", task_run_name="it{iteration:06d}-checkpoint", persist_result=False, cache_policy=NO_CACHE)
-def save_checkpoint(config: RunConfig, cluster: ClusterRef, iteration: int) -> CheckpointRecord:
-    """Checkpoint policy version iteration + 1; older ones beyond ``checkpoint.keep`` are deleted after the commit."""
+def save_checkpoint(config: RunConfig, cluster: ClusterRef, iteration: int) -> None:
+    """Save policy version iteration + 1 on the ranks' disks; the upload goes on beside the next iterations."""
     context = StageContext(config, cluster, iteration, attempt=uuid.uuid4().hex[:16])
-    version, store = iteration + 1, context.store
-    key = layout.checkpoint_commit(context.run, version)
-    found = find_record(store, key, CheckpointRecord)
-    if found is not None:
-        return found
+    version = iteration + 1
+    if find_record(context.store, layout.checkpoint_commit(context.run, version), CheckpointRecord) is not None:
+        return
+    publish_checkpoint(context, wait=True)  # one at a time: the next save would overwrite what the ranks know about it
     context.require_lease()
-    digest = context.stage("update").details["weights_digest"]
-    folder = Path(tempfile.mkdtemp(prefix="rlhf-checkpoint-"))
-    try:
-        context.trainers.call("save_checkpoint", version, str(folder), seconds=context.deadline)
-        prefix = f"{layout.checkpoint_root(context.run, version)}/{context.attempt}"
-        files = upload_folder(store, folder, prefix)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    prefix = f"{layout.checkpoint_root(context.run, version)}/{context.attempt}"
+    context.trainers.call("save_checkpoint", version, context.attempt, prefix, seconds=context.deadline)
+
+
+def publish_checkpoint(context: StageContext, wait: bool = False) -> CheckpointRecord | None:
+    """Commit the newest checkpoint if all ranks have brought it up; ``wait`` until they have. None if there is nothing new.
+
+    A checkpoint that could not be uploaded is given up with a warning: the next one comes, and replay covers the distance.
+    """
+    saved: list[SavedCheckpoint | None] = context.trainers.call("saved_checkpoint", wait, seconds=context.deadline)
+    first = saved[0]
+    if first is None or any(s is None or s.attempt != first.attempt for s in saved):
+        return None
+    errors = [s.error for s in saved if s is not None and s.error is not None]
+    if errors:
+        get_run_logger().warning("the checkpoint of policy version %d is given up: %s", first.version, errors[0])
+        return None
+    parts = [s.files for s in saved if s is not None and s.files is not None]
+    key = layout.checkpoint_commit(context.run, first.version)
+    if len(parts) < len(saved) or find_record(context.store, key, CheckpointRecord) is not None:
+        return None
+    made_by = context.lineage.load(context.store, first.version - 1, "update")
+    context.require_lease()
     record = CheckpointRecord(
         run=context.run,
-        policy_version=version,
-        world_size=len(cluster.trainers),
-        weights_digest=digest,
-        files=tuple(files),
+        policy_version=first.version,
+        world_size=len(saved),
+        weights_digest=made_by.details["weights_digest"],
+        update=made_by.digest,
+        files=tuple(file for part in parts for file in part),
     )
-    committed, _ = commit_record(store, key, record)
-    _retire(store, context.run, config.checkpoint.keep)
-    return committed
+    return commit_record(context.store, key, record)[0]
 
 
-def newest_checkpoint(store: ObjectStore, lineage: Lineage, version: int) -> CheckpointRecord | None:
-    """The newest committed checkpoint at or before ``version``, of the head or of a version that it shares."""
+def newest_checkpoint(store: ObjectStore, lineage: Lineage, version: int, ranks: int) -> CheckpointRecord | None:
+    """The newest committed checkpoint of so many ranks at or before ``version``, of the head or of what it shares."""
     for branch in (record.run for record in lineage.records):
         for found in reversed(_versions(store, branch)):
             if found <= version and lineage.branch_of_version(found) == branch:
                 record = find_record(store, layout.checkpoint_commit(branch, found), CheckpointRecord)
-                if record is not None:
+                if record is not None and record.world_size == ranks:
                     return record
     return None
-
-
-def upload_folder(store: ObjectStore, folder: Path, prefix: str) -> list[StoredFile]:
-    """Upload every file below ``folder``; bounded memory."""
-
-    def upload(path: Path) -> StoredFile:
-        relative = path.relative_to(folder).as_posix()
-        key = f"{prefix}/{relative}"
-        store.put_file(key, str(path))
-        return StoredFile(path=relative, key=key, bytes=path.stat().st_size, blake3=_digest(path))
-
-    paths = sorted(p for p in folder.rglob("*") if p.is_file())
-    with ThreadPoolExecutor(_TRANSFERS) as pool:
-        return list(pool.map(upload, paths))
-
-
-def download_files(store: ObjectStore, files: Iterable[StoredFile], folder: Path) -> None:
-    """Download and verify. CorruptObject names the object; nothing outside ``folder`` is ever written."""
-
-    def download(file: StoredFile) -> None:
-        target = folder / layout.check_relpath(file.path)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        store.get_file(file.key, str(target))
-        if target.stat().st_size != file.bytes or _digest(target) != file.blake3:
-            raise CorruptObject(f"{file.key} is not what its record says ({file.bytes} bytes, blake3 {file.blake3})")
-
-    with ThreadPoolExecutor(_TRANSFERS) as pool:
-        list(pool.map(download, files))
-
-
-def _digest(path: Path) -> str:
-    hasher = blake3.blake3()
-    hasher.update_mmap(str(path))
-    return hasher.hexdigest()
 
 
 def _versions(store: ObjectStore, run: str) -> list[int]:
     keys = store.list(layout.checkpoint_commits(run))
     return sorted(v for v in (layout.checkpoint_version(key) for key in keys) if v is not None)
-
-
-def _retire(store: ObjectStore, run: str, keep: int) -> None:
-    """Delete all but the newest checkpoints: the record first, so that none is ever half there."""
-    for version in _versions(store, run)[:-keep]:
-        store.delete([layout.checkpoint_commit(run, version)])
-        store.delete(store.list(layout.checkpoint_root(run, version)))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from prefect import task
 from prefect.cache_policies import NO_CACHE
@@ -10,7 +11,8 @@ from prefect.logging import get_run_logger
 
 from infra.placement import Plan, actor_options, plan_bundles, release, reserve
 from infra.ray_cluster import connect, cores_per_node, has_gpus, rendezvous
-from rlhf_core.actors.group import ActorGroup, ActorSpec, create, kill, statuses
+from infra.settings import load_settings
+from rlhf_core.actors.group import ActorGroup, ActorSpec, create, kill
 from rlhf_core.config import RunConfig
 from rlhf_core.engines.vllm_engine import EngineSettings
 from rlhf_core.errors import CapacityError
@@ -18,8 +20,8 @@ from rlhf_core.manifests import ClusterRef
 from rlhf_core.models import check_model_folder
 from tasks.context import lineage_of, open_run_store
 from tasks.preflight import context_length, model_folder
-from tasks.progress import load_progress
-from tasks.restore import restore
+from tasks.reattach import Kept, bring_engines, claim_intact, find_position
+from tasks.restore import restore_trainers
 
 if TYPE_CHECKING:
     from rlhf_core.engines.zero3_engine import TrainerSettings
@@ -27,13 +29,10 @@ if TYPE_CHECKING:
 #: Ray namespace of all runs; actor names carry the run.
 NAMESPACE = "rlhf"
 
-#: How long living actors of an earlier driver have to answer before they are replaced.
-_REATTACH_SECONDS = 20.0
-
 
 @task(name="cluster", task_run_name="cluster", persist_result=False, cache_policy=NO_CACHE)
 def start_cluster(config: RunConfig, branch: str, epoch: int) -> ClusterRef:
-    """Actors at the run's policy version: those of an earlier driver if they are intact, else new ones, restored.
+    """Actors at the run's policy version: those that are alive and intact stay, the others are made anew and restored.
 
     CapacityError if the cluster cannot place what is asked for.
     """
@@ -48,14 +47,33 @@ def start_cluster(config: RunConfig, branch: str, epoch: int) -> ClusterRef:
         engines=_names(config, "engine", config.resources.engines),
         rewards=_names(config, "reward", config.resources.reward_workers),
     )
-    version = load_progress(open_run_store(config), lineage_of(config.storage.url, branch)).policy_version
-    if _reattach(cluster, version):
-        get_run_logger().info("reattached to the living actors at policy version %d", version)
+    where = find_position(config, cluster)
+    kept = claim_intact(config, cluster, where)
+    _log_kept(cluster, kept, where.version)
+    gone = [name for name in _all(cluster) if name not in kept]
+    if not gone and kept.engines_current:
         return cluster
-    stop_actors(config)
-    _create(config, cluster, gpu)
-    restore(config, cluster, version)
+    kill(gone, NAMESPACE)
+    if gone:
+        _create(config, cluster, gpu, frozenset(gone))
+    if not set(cluster.trainers) <= kept.names:
+        restore_trainers(config, cluster, where.version)
+    if where.version and (not set(cluster.engines) <= kept.names or not kept.engines_current):
+        bring_engines(config, cluster, where)
     return cluster
+
+
+def _all(cluster: ClusterRef) -> tuple[str, ...]:
+    return (*cluster.trainers, *cluster.engines, *cluster.rewards)
+
+
+def _log_kept(cluster: ClusterRef, kept: Kept, version: int) -> None:
+    logger, names = get_run_logger(), _all(cluster)
+    if set(names) == kept.names:
+        logger.info("reattached to the living actors at policy version %d", version)
+    elif kept.names:
+        gone = ", ".join(name for name in names if name not in kept)
+        logger.info("keeping %d of %d actors; new ones take the place of %s", len(kept.names), len(names), gone)
 
 
 def stop_actors(config: RunConfig) -> None:
@@ -86,19 +104,8 @@ def _reservation(config: RunConfig) -> str:
     return f"rlhf-{config.run_id}"
 
 
-def _reattach(cluster: ClusterRef, version: int) -> bool:
-    """Claim the actors if all of them live, answer, and trainers and engines hold exactly ``version``."""
-    names = (*cluster.trainers, *cluster.engines, *cluster.rewards)
-    found = statuses(names, cluster.namespace, _REATTACH_SECONDS)
-    if set(found) != set(names):
-        return False
-    if any(found[name]["version"] != version for name in (*cluster.trainers, *cluster.engines)):
-        return False
-    ActorGroup(names, cluster.namespace, cluster.epoch).call_claim(_REATTACH_SECONDS)
-    return True
-
-
-def _create(config: RunConfig, cluster: ClusterRef, gpu: bool) -> None:
+def _create(config: RunConfig, cluster: ClusterRef, gpu: bool, wanted: frozenset[str]) -> None:
+    """Create the actors ``wanted`` at their places; wait until they have loaded their models."""
     plan = _plan(config, gpu)
     try:
         group = reserve(plan, _reservation(config), config.limits.startup_seconds)
@@ -117,19 +124,27 @@ def _create(config: RunConfig, cluster: ClusterRef, gpu: bool) -> None:
     engine_settings = _engine_settings(config, str(folder), gpu)
     # The host thread of a GPU engine is the bottleneck: helper threads for small CPU tensors only get in its way.
     engine_environment = environment | ({"OMP_NUM_THREADS": "1"} if gpu and not config.resources.threads else {})
+    staging = load_settings().home / "staging" / cluster.branch
     specs = [
-        ActorSpec(name, RolloutActor, (engine_settings, store), actor_options(group, place, engine_environment))
+        ActorSpec(
+            name,
+            RolloutActor,
+            (engine_settings, store, _staging(config, staging / name)),
+            actor_options(group, place, engine_environment),
+        )
         for name, place in zip(cluster.engines, plan.engines, strict=True)
     ]
     master = rendezvous(group)
     for rank, (name, place) in enumerate(zip(cluster.trainers, plan.trainers, strict=True)):
-        settings = _trainer_settings(config, str(folder), gpu, rank, master)
-        specs.append(ActorSpec(name, TrainerActor, (settings, store), actor_options(group, place, environment)))
+        settings = _trainer_settings(config, cluster, str(folder), rank, master)
+        options = actor_options(group, place, environment)
+        specs.append(ActorSpec(name, TrainerActor, (settings, store, staging), options))
     reward_options = {"num_cpus": 0, "scheduling_strategy": "SPREAD", "runtime_env": {"env_vars": environment}}
     specs += [ActorSpec(name, RewardActor, (str(folder), store), reward_options) for name in cluster.rewards]
     # vLLM measures the GPU's free memory while it starts: nobody else may take or give any in the meantime.
     first = len(cluster.engines) if gpu and config.resources.colocate else len(specs)
     for part in (specs[:first], specs[first:]):
+        part = [spec for spec in part if spec.name in wanted]
         create(part, cluster.namespace)
         names = [spec.name for spec in part]
         ActorGroup(names, cluster.namespace, cluster.epoch).call_claim(config.limits.startup_seconds)
@@ -168,13 +183,19 @@ def _engine_settings(config: RunConfig, folder: str, gpu: bool) -> EngineSetting
     )
 
 
-def _trainer_settings(config: RunConfig, folder: str, gpu: bool, rank: int, master: str) -> TrainerSettings:
+def _staging(config: RunConfig, folder: Path) -> Any:
+    from rlhf_core.actors.rollout_actor import Staging
+
+    return Staging(folder / "segments", config.storage.staging_mib << 20, config.storage.flush_seconds)
+
+
+def _trainer_settings(config: RunConfig, cluster: ClusterRef, folder: str, rank: int, master: str) -> TrainerSettings:
     from rlhf_core.engines.zero3_engine import TrainerSettings
 
     return TrainerSettings(
         model=folder,
         dtype=config.model.dtype,
-        device="gpu" if gpu else "cpu",
+        device=cluster.device,
         rank=rank,
         world_size=config.resources.trainer_ranks,
         master=master,
@@ -184,4 +205,8 @@ def _trainer_settings(config: RunConfig, folder: str, gpu: bool, rank: int, mast
         max_new_tokens=config.generate.max_new_tokens,
         seed=config.seed,
         timeout_seconds=config.limits.stage_seconds,
+        reference=any(
+            float(record.config["algorithm"]["kl_coef"]) > 0
+            for record in lineage_of(config.storage.url, cluster.branch).records
+        ),
     )

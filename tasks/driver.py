@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from uuid import UUID
 
 from prefect import task
 from prefect.cache_policies import NO_CACHE
+from prefect.logging import get_run_logger
 
+from infra.ray_cluster import reconnect
 from rlhf_core.config import RunConfig
+from rlhf_core.errors import StaleEngine, WorkerError
 from rlhf_core.lease import Holder, Lease
 from rlhf_core.lineage import Lineage, load_lineage
 from rlhf_core.manifests import ClusterRef, RunSummary
-from tasks.cluster import start_cluster, stop_actors
-from tasks.context import open_run_store
+from tasks.checkpoint import publish_checkpoint
+from tasks.cluster import NAMESPACE, start_cluster, stop_actors
+from tasks.context import StageContext, open_run_store
 from tasks.export import find_export
 from tasks.preflight import check_before_start
 from tasks.progress import load_progress
 from tasks.reporting import report_summary, show_progress, start_progress
+from tasks.retention import retire
 from tasks.summary import summarize
 
 
@@ -28,6 +33,13 @@ from tasks.summary import summarize
 def preflight(config: RunConfig) -> None:
     """Refuse what cannot work, before a model loads."""
     check_before_start(config)
+
+
+#: Errors after which rebuilding dead or dirty workers helps.
+_CURABLE = (WorkerError, StaleEngine, ConnectionError)
+
+#: Pause between two attempts at rebuilding.
+_REST_SECONDS = 10.0
 
 
 @dataclass
@@ -48,6 +60,36 @@ class Driver:
         """Actors at the run's policy version."""
         return start_cluster(self.config, self.lineage.head, self.lease.epoch)
 
+    def persevere(self, cluster: ClusterRef, work: Callable[[ClusterRef], object]) -> ClusterRef:
+        """Do the work. When a worker dies, rebuild what is gone and do it again, as often in a row as `limits.recoveries` says.
+
+        The work looks up what is committed, so nothing is done twice. Returns the actors, which may be other ones now.
+        """
+        for left in range(self.config.limits.recoveries, -1, -1):
+            try:
+                work(cluster)
+                return cluster
+            except _CURABLE as error:
+                self.lease.check()
+                if not left:
+                    raise
+                get_run_logger().warning("%s: rebuilding what is gone; %d more times", error, left - 1)
+                cluster = self._rebuild(left)
+        raise AssertionError("the last round returns or raises")
+
+    def _rebuild(self, rounds: int) -> ClusterRef:
+        """A cluster that fails while it is rebuilt is tried again; a node may need a while to come back."""
+        for left in range(rounds, 0, -1):
+            try:
+                reconnect(NAMESPACE)
+                return self.start_cluster()
+            except _CURABLE as error:
+                if left == 1:
+                    raise
+                get_run_logger().warning("rebuilding failed: %s; again in %.0f s", error, _REST_SECONDS)
+                time.sleep(_REST_SECONDS)
+        raise AssertionError("the last round returns or raises")
+
     def at_start(self) -> bool:
         """Whether no update was ever committed: only then the engines serve the starting policy."""
         return load_progress(self.lease.store, self.lineage).policy_version == 0
@@ -65,6 +107,12 @@ class Driver:
             self.lease.check()
             yield iteration
             show_progress(self._bar, self.config, iteration + 1)
+
+    def publish(self, cluster: ClusterRef, wait: bool = False) -> None:
+        """Commit a checkpoint that has been uploaded meanwhile, and delete what it makes superfluous."""
+        context = StageContext(self.config, cluster, 0, attempt="publish")
+        if publish_checkpoint(context, wait) is not None:
+            retire(context.store, self.lineage, self.config)
 
     def finish(self) -> RunSummary:
         """Summary of the run; its actors end."""

@@ -11,9 +11,9 @@ from infra.object_store import LocalObjectStore
 from infra.settings import load_settings
 from rlhf_core import layout
 from rlhf_core.config import RunConfig
+from rlhf_core.files import upload_files
 from rlhf_core.manifests import ClusterRef, ExportRecord
 from rlhf_core.records import commit_record, find_record
-from tasks.checkpoint import upload_folder
 from tasks.context import StageContext, open_run_store
 from tasks.handover import to_trainers
 from tasks.preflight import model_folder
@@ -32,7 +32,8 @@ def export_policy(config: RunConfig, cluster: ClusterRef, version: int) -> Expor
     context.trainers.call("export", version, model, str(folder), seconds=context.deadline)
     files = []
     if not isinstance(context.store, LocalObjectStore):
-        files = upload_folder(context.store, folder, layout.export(context.run, f"v{version:010d}"))
+        paths = [path for path in folder.rglob("*") if path.is_file()]
+        files = upload_files(context.store, folder, paths, layout.export(context.run, f"v{version:010d}"))
     record = ExportRecord(
         run=context.run,
         policy_version=version,

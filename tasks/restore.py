@@ -1,27 +1,22 @@
-"""Bring new actors to the run's policy version: newest checkpoint, then replay of the committed experience after it."""
+"""Bring new ranks to the run's policy version: newest checkpoint, then replay of the committed experience after it."""
 
 from __future__ import annotations
-
-import shutil
-import tempfile
-from pathlib import Path
 
 from prefect.logging import get_run_logger
 
 from rlhf_core import layout
 from rlhf_core.config import RunConfig
-from rlhf_core.errors import DigestMismatch
+from rlhf_core.errors import CorruptObject, DigestMismatch
 from rlhf_core.manifests import CheckpointRecord, ClusterRef
-from tasks.checkpoint import download_files, newest_checkpoint
+from tasks.applying import apply_update
+from tasks.checkpoint import newest_checkpoint
 from tasks.context import StageContext
-from tasks.sync import push_weights
-from tasks.update import apply_update
 
 
-def restore(config: RunConfig, cluster: ClusterRef, version: int) -> None:
-    """Trainers and engines, freshly created at version 0, come to ``version``. Nothing is generated or scored again.
+def restore_trainers(config: RunConfig, cluster: ClusterRef, version: int) -> None:
+    """Ranks freshly created at version 0 come to ``version``. Nothing is generated or scored again.
 
-    DigestMismatch if a replayed update does not reproduce the recorded weights.
+    DigestMismatch, with both digests, if a replayed update does not reproduce the recorded weights.
     """
     if version == 0:
         return
@@ -29,33 +24,38 @@ def restore(config: RunConfig, cluster: ClusterRef, version: int) -> None:
     start = _load_newest(context, version)
     for iteration in range(start, version):
         replay = StageContext(config, cluster, iteration, attempt="restore")
-        recorded = replay.stage("update").details["weights_digest"]
-        found = apply_update(replay).details["weights_digest"]
-        if found != recorded:
+        recorded = replay.stage("update").details
+        found = apply_update(replay, skipped=recorded.get("skipped")).details["weights_digest"]
+        if found != recorded["weights_digest"]:
             raise DigestMismatch(
-                f"replaying the update of iteration {iteration} gave weights {found}, recorded were {recorded}: this run "
-                "cannot be continued exactly here (other hardware, library versions or number of ranks or threads?)"
+                f"replaying the update of iteration {iteration} gave weights {found}, recorded were "
+                f"{recorded['weights_digest']}: this run cannot be continued exactly here (other hardware, library "
+                "versions or number of ranks or threads?)"
             )
         get_run_logger().info("replayed the update of iteration %d", iteration)
-    digest = context.stage("update").details["weights_digest"]
-    push_weights(context, version, digest)
 
 
 def _load_newest(context: StageContext, version: int) -> int:
-    """Load the newest checkpoint that is not after ``version``; returns its version, 0 if there is none."""
-    record = newest_checkpoint(context.store, context.lineage, version)
-    if record is None:
-        return 0
-    folder = Path(tempfile.mkdtemp(prefix="rlhf-restore-"))
-    try:
-        download_files(context.store, record.files, folder)
-        arguments = (record.policy_version, str(folder))
-        digests = set(context.trainers.call("load_checkpoint", *arguments, seconds=context.deadline))
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-    _check_digest(record, digests)
-    get_run_logger().info("loaded the checkpoint of policy version %d", record.policy_version)
-    return record.policy_version
+    """Load the newest checkpoint that is not after ``version``; returns its version, 0 if there is none.
+
+    A damaged one is left out with a warning: an older one, or the start, and more replay lead to the same weights.
+    """
+    limit = version
+    while limit > 0:
+        record = newest_checkpoint(context.store, context.lineage, limit, len(context.cluster.trainers))
+        if record is None:
+            return 0
+        try:
+            context.trainers.call("fetch_checkpoint", record, seconds=context.deadline)
+        except CorruptObject as error:
+            get_run_logger().warning("checkpoint of policy version %d left out: %s", record.policy_version, error)
+            limit = record.policy_version - 1
+            continue
+        digests = set(context.trainers.call("load_checkpoint", record, seconds=context.deadline))
+        _check_digest(record, digests)
+        get_run_logger().info("loaded the checkpoint of policy version %d", record.policy_version)
+        return record.policy_version
+    return 0
 
 
 def _check_digest(record: CheckpointRecord, digests: set[str]) -> None:

@@ -18,7 +18,7 @@ from prefect.states import Completed
 
 from rlhf_core.buffer import commit_stage
 from rlhf_core.config import RunConfig
-from rlhf_core.errors import FencedOut, IntegrityError, NumericsError, UserError
+from rlhf_core.errors import FencedOut, IntegrityError, NumericsError, UserError, WorkerDied
 from rlhf_core.manifests import ClusterRef, StageManifest
 from tasks.context import StageContext
 
@@ -26,7 +26,7 @@ StageWork = Callable[[StageContext], StageManifest]
 StageCall = Callable[[RunConfig, ClusterRef, int], StageManifest]
 
 #: Trying again cannot help these.
-_FINAL = (UserError, IntegrityError, NumericsError, FencedOut)
+_FINAL = (UserError, IntegrityError, NumericsError, FencedOut, WorkerDied)
 
 #: Waits between retries, doubled each time.
 _RETRY_SECONDS = 2

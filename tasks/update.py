@@ -2,46 +2,56 @@
 
 from __future__ import annotations
 
-from rlhf_core.actors.jobs import StageResult, UpdateJob
-from rlhf_core.errors import IntegrityError
-from rlhf_core.manifests import StageManifest
-from rlhf_core.metrics import merge_metrics, values
+from prefect.logging import get_run_logger
+
+from rlhf_core import layout
+from rlhf_core.errors import GuardTripped, NumericsError
+from rlhf_core.guards import BATCH, UPDATE, violations
+from rlhf_core.manifests import GuardRecord, StageManifest
+from rlhf_core.records import commit_record, find_record
+from tasks.applying import apply_update
 from tasks.context import StageContext
-from tasks.handover import to_trainers
-from tasks.stage import manifest_of, stage_task
+from tasks.stage import stage_task
 
 
 @stage_task("update", retryable=False)
 def update(context: StageContext) -> StageManifest:
-    """Apply the optimizer steps of the iteration. Not retried in place: a rank that failed inside is dirty."""
-    return apply_update(context)
+    """Apply the optimizer steps of the iteration. Not retried in place: a rank that failed inside is dirty.
+
+    A batch that is out of bounds stops the run here, or is left out: the version counts on and the weights stay. If that
+    shows only after the optimizer steps, the ranks are dirty; the run is restored to version v and comes back here.
+    """
+    guards, iteration = context.config.guards, context.iteration
+    key = layout.guard(context.run, iteration)
+    rolled_back = find_record(context.store, key, GuardRecord)
+    reason = rolled_back.reason if rolled_back else "; ".join(violations(guards, _batch_metrics(context), BATCH))
+    if reason:
+        _require_skip(context, reason)
+        get_run_logger().warning("iteration %d is left out: %s", iteration, reason)
+        return apply_update(context, skipped=reason)
+    try:
+        manifest = apply_update(context)
+        reason = "; ".join(violations(guards, manifest.metrics, UPDATE))
+    except NumericsError as error:
+        reason = str(error)
+    if not reason:
+        return manifest
+    _require_skip(context, reason)
+    commit_record(context.store, key, GuardRecord(run=context.run, iteration=iteration, reason=reason))
+    raise GuardTripped(f"iteration {iteration}: {reason}: rolling back to policy version {iteration}")
 
 
-def apply_update(context: StageContext) -> StageManifest:
-    """Run the update on all ranks; they must agree on the digest of the new weights."""
-    rollouts, rewards, experience = (context.stage(name) for name in ("generate", "score", "advantages"))
-    job = UpdateJob(
-        run=context.run,
-        iteration=context.iteration,
-        rollouts=rollouts,
-        rewards=rewards,
-        experience=experience,
-        groups=context.config.generate.prompts_per_iteration,
-        version=rollouts.policy_version,
-    )
-    to_trainers(context)
-    results: list[StageResult] = context.trainers.call("update", job, seconds=context.deadline)
-    digests = {r.weights_digest for r in results}
-    if len(digests) != 1:
-        raise IntegrityError(
-            f"the ranks disagree about the weights of version {job.version + 1}: {sorted(map(str, digests))}"
-        )
-    return manifest_of(
-        context,
-        "update",
-        policy_version=job.version,
-        parents={"generate": rollouts.digest, "score": rewards.digest, "advantages": experience.digest},
-        tokens=rollouts.tokens,
-        metrics=values(merge_metrics(r.metrics for r in results)) | {"update/seconds": max(r.seconds for r in results)},
-        details={"weights_digest": digests.pop()},
-    )
+def _batch_metrics(context: StageContext) -> dict[str, float]:
+    return context.stage("score").metrics | context.stage("advantages").metrics
+
+
+def _require_skip(context: StageContext, reason: str) -> None:
+    """NumericsError, before anything is committed, unless the batch may be left out."""
+    guards, run, iteration = context.config.guards, context.run, context.iteration
+    where = f"iteration {iteration}: {reason}. Nothing was committed; the batch stays: rlhf rollouts {run} {iteration}"
+    if guards.action == "stop":
+        raise NumericsError(f"{where}. To leave such batches out: --set guards.action=skip")
+    before = range(max(0, iteration - guards.skips_in_a_row), iteration)
+    skipped = [k for k in before if "skipped" in context.lineage.load(context.store, k, "update").details]
+    if len(skipped) == guards.skips_in_a_row:
+        raise NumericsError(f"{where}. The {len(skipped)} batches before were left out too (guards.skips_in_a_row)")

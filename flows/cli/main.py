@@ -6,7 +6,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from flows.cli.audit import audit
 from flows.cli.errors import EXIT_INTERRUPTED, EXIT_USER, reports_errors, say
+from flows.cli.garbage import gc
 
 if TYPE_CHECKING:
     from rlhf_core.config import RunConfig
@@ -173,6 +175,10 @@ def doctor(store: StoreUrl = None, as_json: AsJson = False) -> None:
         tables.stdout_console().print(tables.checks_table(checks))
     if any(check.ok is False for check in checks):
         raise typer.Exit(EXIT_USER)
+
+
+app.command()(gc)
+app.command()(audit)
 
 
 def _store_url(url: str | None) -> str:

@@ -4,20 +4,40 @@ from __future__ import annotations
 
 import uuid
 from pathlib import Path
+from typing import overload
 
 from infra.object_store.local import LocalObjectStore
+from infra.object_store.patient import PatientStore
 from infra.object_store.s3 import Bounds, S3ObjectStore
 
 # One attempt, made twice by s3fs: an endpoint that cannot be reached is reported after some 8 s, a mute one after 12 s.
 _PROBE_BOUNDS = Bounds(connect_seconds=4.0, read_seconds=6.0, attempts=1)
 
 
-def open_store(url: str) -> LocalObjectStore | S3ObjectStore:
+@overload
+def open_store(url: str) -> LocalObjectStore | S3ObjectStore: ...
+
+
+@overload
+def open_store(url: str, patience_seconds: float) -> LocalObjectStore | S3ObjectStore | PatientStore: ...
+
+
+def open_store(url: str, patience_seconds: float = 0.0) -> LocalObjectStore | S3ObjectStore | PatientStore:
     """The store of ``s3://bucket/prefix``, ``file:///folder`` or a folder.
 
-    Relative folders are made absolute and ``~`` is expanded. Nothing is contacted, ``probe_store`` does that.
-    ValueError for anything else.
+    With ``patience_seconds`` it is one that outlasts outages of up to that length (PatientStore). Relative folders are
+    made absolute and ``~`` is expanded. Nothing is contacted, ``probe_store`` does that. ValueError for anything else.
     """
+    store = _open(url)
+    return PatientStore(store, patience_seconds) if patience_seconds else store
+
+
+def bare_store(store: LocalObjectStore | S3ObjectStore | PatientStore) -> LocalObjectStore | S3ObjectStore:
+    """The store itself, without patience: to see what kind it is, or for calls that must not wait."""
+    return store.inner if isinstance(store, PatientStore) else store
+
+
+def _open(url: str) -> LocalObjectStore | S3ObjectStore:
     if url.startswith("s3://"):
         bucket, _, prefix = url.removeprefix("s3://").partition("/")
         try:
@@ -32,12 +52,14 @@ def open_store(url: str) -> LocalObjectStore | S3ObjectStore:
     return LocalObjectStore(Path(folder).expanduser())
 
 
-def probe_store(store: LocalObjectStore | S3ObjectStore) -> None:
+def probe_store(store: LocalObjectStore | S3ObjectStore | PatientStore) -> None:
     """Create, read and delete a tiny object below ``.probe/``, and check that a second create of it is refused.
 
-    PermissionError (credentials refused, folder not writable), ConnectionError (endpoint does not answer),
-    FileNotFoundError (no such bucket) or OSError; the message names the url, the reason and the fix, and no secret.
+    Without patience: a store that is away is reported at once. PermissionError (credentials refused, folder not
+    writable), ConnectionError (endpoint does not answer), FileNotFoundError (no such bucket) or OSError; the message
+    names the url, the reason and the fix, and no secret.
     """
+    store = bare_store(store)
     if isinstance(store, LocalObjectStore):
         _probe_local(store)
         return

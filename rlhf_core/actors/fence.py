@@ -31,6 +31,10 @@ class Fenced:
         self.epoch = epoch
         return self.status()
 
+    def settle(self, epoch: int) -> None:
+        """Return when the call that is under way has ended: calls run one after another, ``claim`` and ``status`` beside them."""
+        self.require_epoch(epoch)
+
     def require_epoch(self, epoch: int) -> None:
         """FencedOut unless the call comes from the driver that claimed the actor."""
         if epoch != self.epoch:

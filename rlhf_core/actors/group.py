@@ -8,9 +8,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rlhf_core.errors import RLHFError, WorkerError
+from rlhf_core.errors import RLHFError, WorkerDied, WorkerError
 
 logger = logging.getLogger(__name__)
+
+#: Concurrency group of the calls that must not wait for work.
+_CONTROL = "control"
 
 
 @dataclass(frozen=True)
@@ -28,7 +31,8 @@ def create(specs: Sequence[ActorSpec], namespace: str) -> list[Any]:
     import ray
 
     return [
-        ray.remote(spec.actor_class)
+        # Claims and status answer while a call runs; all other calls run one after another on one thread.
+        ray.remote(concurrency_groups={_CONTROL: 1})(spec.actor_class)
         .options(
             name=spec.name,
             namespace=namespace,
@@ -58,7 +62,7 @@ class ActorGroup:
             try:
                 found.append(ray.get_actor(name, namespace=self.namespace))
             except ValueError:
-                raise WorkerError(f"{name} is gone: it died, or the run was ended elsewhere") from None
+                raise WorkerDied(f"{name} is gone: it died, or the run was ended elsewhere") from None
         return found
 
     def call(self, method: str, *arguments: Any, seconds: float) -> list[Any]:
@@ -67,19 +71,44 @@ class ActorGroup:
 
     def call_claim(self, seconds: float) -> list[dict[str, Any]]:
         """Claim every actor for this epoch; returns their statuses. Waits for constructors that still run."""
-        return gather([h.claim.remote(self.epoch) for h in self.handles], self.names, "start", seconds)
+        calls = [h.claim.options(concurrency_group=_CONTROL).remote(self.epoch) for h in self.handles]
+        return gather(calls, self.names, "start", seconds)
 
     def call_status(self, seconds: float) -> list[dict[str, Any]]:
         """Status of every actor."""
-        return gather([h.status.remote() for h in self.handles], self.names, "status", seconds)
+        calls = [h.status.options(concurrency_group=_CONTROL).remote() for h in self.handles]
+        return gather(calls, self.names, "status", seconds)
 
     def call_each(self, method: str, arguments: Sequence[tuple[Any, ...]], *, seconds: float) -> list[Any]:
         """Call actor i with the epoch and ``arguments[i]``; results in rank order. See ``gather``."""
-        handles = self.handles
-        calls = [
-            getattr(handle, method).remote(self.epoch, *args) for handle, args in zip(handles, arguments, strict=False)
-        ]
-        return gather(calls, self.names, method, seconds)
+        return gather(self._calls(method, arguments), self.names, method, seconds)
+
+    def call_surviving(self, method: str, arguments: Sequence[tuple[Any, ...]], *, seconds: float) -> list[Any]:
+        """As ``call_each``, but the place of an actor that is dead or dies holds its WorkerDied; all others are waited for."""
+        results: list[Any] = []
+        deadline = time.monotonic() + seconds
+        for name, call in zip(self.names, self._calls(method, arguments, lenient=True), strict=False):
+            if isinstance(call, WorkerDied):
+                results.append(call)
+                continue
+            try:
+                results += gather([call], [name], method, max(0.0, deadline - time.monotonic()))
+            except WorkerDied as error:
+                results.append(error)
+        return results
+
+    def _calls(self, method: str, arguments: Sequence[tuple[Any, ...]], lenient: bool = False) -> list[Any]:
+        calls: list[Any] = []
+        for name, args in zip(self.names, arguments, strict=False):
+            try:
+                handle = ActorGroup([name], self.namespace, self.epoch).handles[0]
+            except WorkerDied as error:
+                if not lenient:
+                    raise
+                calls.append(error)
+                continue
+            calls.append(getattr(handle, method).remote(self.epoch, *args))
+        return calls
 
 
 def gather(calls: Sequence[Any], names: Sequence[str], what: str, seconds: float) -> list[Any]:
@@ -115,7 +144,7 @@ def _result(call: Any, name: str, what: str) -> Any:
             raise type(cause)(*cause.args) from error
         raise WorkerError(f"{what}: {name} failed: {type(cause).__name__}: {cause}") from error
     except RayError as error:  # RayActorError, OutOfMemoryError (killed for memory), a lost node, ...
-        raise WorkerError(f"{what}: {name} died: {str(error).strip().splitlines()[0]}") from error
+        raise WorkerDied(f"{what}: {name} died: {str(error).strip().splitlines()[0]}") from error
 
 
 def kill(names: Sequence[str], namespace: str) -> list[str]:
@@ -141,7 +170,8 @@ def statuses(names: Sequence[str], namespace: str, seconds: float) -> dict[str, 
     calls: dict[str, Any] = {}
     for name in names:
         try:
-            calls[name] = ray.get_actor(name, namespace=namespace).status.remote()
+            status = ray.get_actor(name, namespace=namespace).status
+            calls[name] = status.options(concurrency_group=_CONTROL).remote()
         except ValueError:
             continue
     found: dict[str, dict[str, Any]] = {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from rlhf_core.config.data import RewardConfig
+from rlhf_core.config.learning import LearnSettings
 from rlhf_core.engines.vllm_engine import Sampling
 from rlhf_core.manifests import Shard, StageManifest
 from rlhf_core.metrics import Metric
@@ -19,10 +20,15 @@ class GenerateJob:
     attempt: str
     prompts: Shard
     prompt_rows: tuple[int, ...]
-    first_group: int
+    groups: tuple[int, ...]
+    """Number of each prompt in the iteration; as many as ``prompt_rows``."""
     sampling: Sampling
     version: int
     seed: int
+    identity: str
+    """See ``rlhf_core.segments.request_identity``."""
+    exact_groups: int = 0
+    """Groups that run together, cut off from all others, each with its own seed; 0: all run together."""
 
 
 @dataclass(frozen=True)
@@ -48,11 +54,12 @@ class ExperienceJob:
     rollouts: StageManifest
     rewards: StageManifest
     version: int
+    learn: LearnSettings
 
 
 @dataclass(frozen=True)
 class UpdateJob:
-    """The update stage, the same for all ranks."""
+    """The update stage, the same for all ranks. ``skipped``: a guard left the batch out, the weights stay as they are."""
 
     run: str
     iteration: int
@@ -61,6 +68,8 @@ class UpdateJob:
     experience: StageManifest
     groups: int
     version: int
+    learn: LearnSettings
+    skipped: bool = False
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,43 +13,106 @@ import pyarrow as pa
 
 from rlhf_core.actors.fence import Fenced
 from rlhf_core.actors.jobs import GenerateJob, StageResult
+from rlhf_core.actors.stream import SegmentStream, upload_leftovers
 from rlhf_core.arrays import ragged
 from rlhf_core.buffer import StageWriter
 from rlhf_core.engines.vllm_engine import EngineSettings, FinishedGroup, Sampling, VllmEngine
 from rlhf_core.engines.weights import BucketSpec
 from rlhf_core.manifests import Shard
-from rlhf_core.metrics import Max, Mean, Metric, Min, Std, Sum
+from rlhf_core.metrics import Max, Metric, merge_metrics
 from rlhf_core.ports import ObjectStore
 from rlhf_core.prompts.table import PromptTable
-from rlhf_core.schema import ROLLOUTS, check_table
+from rlhf_core.schema import ROLLOUTS
+from rlhf_core.segments import prepare_segment, rollout_metrics
+
+
+@dataclass(frozen=True)
+class Staging:
+    """Where finished groups wait for the store: a folder of this actor's own, and how much may wait, in bytes."""
+
+    folder: Path
+    budget: int
+    flush_seconds: float
+
+
+#: A token id and a logprob as Python objects, and their bytes in a staged segment.
+_BYTES_PER_TOKEN = 100
 
 
 class RolloutActor(Fenced):
-    """Holds one engine. ``store`` is where shards go."""
+    """Holds one engine. ``store`` is where segments go."""
 
-    def __init__(self, name: str, settings: EngineSettings, store: ObjectStore) -> None:
+    def __init__(self, name: str, settings: EngineSettings, store: ObjectStore, staging: Staging) -> None:
         super().__init__(name)
-        self.store = store
+        self.store, self.staging = store, staging
         self.engine = VllmEngine(settings)
         self._prompts: dict[str, PromptTable] = {}
 
     def status(self) -> dict[str, Any]:
-        """As in Fenced, with the policy version that the engine serves (None: none)."""
-        return super().status() | {"version": self.engine.version}
+        """As in Fenced, with the policy version that the engine serves (None: none) and the digest of its weights."""
+        return super().status() | {"version": self.engine.version, "digest": self.engine.digest}
+
+    def claim(self, epoch: int) -> dict[str, Any]:
+        """As in Fenced. What runs for an older driver ends; its finished groups become durable."""
+        if epoch > self.epoch:
+            self.engine.interrupt()
+        return super().claim(epoch)
+
+    def upload_leftovers(self, epoch: int) -> int:
+        """Upload what earlier processes on this node finished but could not bring into the store; how many segments."""
+        self.require_epoch(epoch)
+        return sum(upload_leftovers(self.store, folder) for folder in sorted(self.staging.folder.parent.glob("*")))
 
     def generate(self, epoch: int, job: GenerateJob) -> StageResult:
-        """Sample the job's prompts and write one shard of rollouts, group after group."""
+        """Sample the job's prompts; finished groups become durable segments while the others run.
+
+        A driver that takes the actor over ends the call: FencedOut, after what was finished is durable.
+        """
         self.require_epoch(epoch)
         started = time.monotonic()
         prompts = self._table(job.prompts).at(list(job.prompt_rows))
-        ids = [p["prompt_ids"] for p in prompts]
-        groups = sorted(self.engine.generate(ids, job.sampling, job.version, job.seed), key=lambda g: g.index)
-        seconds = time.monotonic() - started
-        table = _rollouts(job, prompts, groups, self.name)
-        check_table(table, ROLLOUTS)
         writer = StageWriter(self.store, job.run, job.iteration, "generate", job.attempt)
-        shard = writer.write_shard(table, job.first_group * job.sampling.samples)
-        return StageResult((shard,), _metrics(groups, self.name, seconds), seconds)
+        measured: list[dict[str, Metric]] = []
+
+        def prepare(groups: list[FinishedGroup]) -> tuple[Shard, bytes]:
+            table = _rollouts(job, prompts, sorted(groups, key=lambda g: g.index), self.name)
+            measured.append(rollout_metrics(table))
+            return prepare_segment(writer, table, job.identity)
+
+        stream: SegmentStream[FinishedGroup] = SegmentStream(
+            self.store,
+            prepare,
+            folder=self.staging.folder,
+            budget=self.staging.budget,
+            flush_seconds=self.staging.flush_seconds,
+            size=_waiting_bytes,
+        )
+        try:
+            for groups in self._sample(job, prompts):
+                self.require_epoch(epoch)
+                stream.add(groups)
+        except BaseException:
+            stream.finish()  # what is finished is worth keeping
+            raise
+        seconds = time.monotonic() - started
+        shards = stream.finish()
+        metrics = merge_metrics([*measured, {"generate/engine_seconds": Max(seconds)}])
+        metrics["generate/flush_seconds"] = Max(time.monotonic() - started - seconds)
+        return StageResult(shards, metrics, seconds)
+
+    def _sample(self, job: GenerateJob, prompts: list[dict[str, Any]]) -> Iterator[list[FinishedGroup]]:
+        """Groups that belong into one segment, as they finish."""
+        ids = [p["prompt_ids"] for p in prompts]
+        if not job.exact_groups:
+            for group in self.engine.generate(ids, job.sampling, job.version, job.seed):
+                yield [group]
+            return
+        for first in range(0, len(ids), job.exact_groups):
+            # Who runs beside whom decides about the last bits of a logprob, so only whole blocks count.
+            part = range(first, min(first + job.exact_groups, len(ids)))
+            seeds = [job.seed * 1_000_003 + job.groups[n] for n in part]
+            block = list(self.engine.generate([ids[n] for n in part], job.sampling, job.version, seeds))
+            yield [replace(group, index=first + group.index) for group in block]
 
     def evaluate(self, epoch: int, version: int, prompts: Shard, sampling: Sampling, seed: int) -> pa.Table:
         """Sample all prompts of a table: ``prompt_id``, ``response_ids``, ``finish_reason``; nothing is stored."""
@@ -106,7 +171,7 @@ def _rollouts(job: GenerateJob, prompts: list[dict[str, Any]], groups: list[Fini
     lengths = np.asarray([len(r) for r in responses], dtype=np.int64)
     tokens = np.asarray([t for r in responses for t in r], dtype=np.int32)
     logprobs = np.asarray([x for g, s in per_row for x in g.logprobs[s]], dtype=np.float32)
-    rows, group = len(per_row), [job.first_group + g.index for g, _ in per_row]
+    rows, group = len(per_row), [job.groups[g.index] for g, _ in per_row]
     columns = {
         "sample_id": [f"{job.iteration:06d}-{n:05d}-{s:03d}" for n, (_, s) in zip(group, per_row, strict=True)],
         "prompt_id": [prompts[g.index]["prompt_id"] for g, _ in per_row],
@@ -126,16 +191,6 @@ def _rollouts(job: GenerateJob, prompts: list[dict[str, Any]], groups: list[Fini
     return pa.table(columns, schema=ROLLOUTS)
 
 
-def _metrics(groups: list[FinishedGroup], engine: str, seconds: float) -> dict[str, Metric]:
-    lengths = [len(tokens) for g in groups for tokens in g.token_ids]
-    reasons = [reason for g in groups for reason in g.finish_reasons]
-    return {
-        "generate/tokens": Sum(float(sum(lengths))),
-        "generate/engine_seconds": Max(seconds),
-        "generate/response_length": Mean(float(sum(lengths)), float(len(lengths))),
-        "generate/response_length_std": Std.of([float(n) for n in lengths]),
-        "generate/response_length_max": Max(float(max(lengths, default=0))),
-        "generate/response_length_min": Min(float(min(lengths, default=0))),
-        "generate/finished_fraction": Mean(float(reasons.count("stop")), float(len(reasons))),
-        "generate/truncated_fraction": Mean(float(reasons.count("length")), float(len(reasons))),
-    }
+def _waiting_bytes(group: FinishedGroup) -> int:
+    """Memory of a group that waits to become durable: token ids and logprobs as Python objects."""
+    return _BYTES_PER_TOKEN * sum(len(tokens) for tokens in group.token_ids)

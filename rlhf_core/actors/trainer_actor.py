@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import torch
 
+from rlhf_core.actors.checkpointing import CheckpointUpload, SavedCheckpoint, discard, fetch
 from rlhf_core.actors.fence import Fenced
 from rlhf_core.actors.jobs import ExperienceJob, StageResult, UpdateJob
 from rlhf_core.actors.weight_push import EngineSink
@@ -21,26 +23,32 @@ from rlhf_core.buffer import StageWriter, read_rows
 from rlhf_core.engines.rows import TokenRows, units_of
 from rlhf_core.engines.zero3_engine import Experience, TrainerSettings, Zero3Engine
 from rlhf_core.errors import RunStateError
-from rlhf_core.manifests import StageManifest
+from rlhf_core.manifests import CheckpointRecord, StageManifest
 from rlhf_core.metrics import Mean, Metric, Sum
 from rlhf_core.ports import ObjectStore
 from rlhf_core.schema import check_table, experience_schema
 
 
 class TrainerActor(Fenced):
-    """Holds one rank. Every call that runs the model must reach all ranks."""
+    """Holds one rank. Every call that runs the model must reach all ranks. ``staging``: a local folder for checkpoints."""
 
-    def __init__(self, name: str, settings: TrainerSettings, store: ObjectStore) -> None:
+    def __init__(self, name: str, settings: TrainerSettings, store: ObjectStore, staging: Path) -> None:
         super().__init__(name)
+        self.staging = staging
         self.settings = settings
         self.store = store
         self.engine = Zero3Engine(settings)
         self.version: int | None = 0  # what the model folder holds; None while an update is under way or has failed
+        self.digest: str | None = None  # of the weights that it holds, None for those of the model folder
         self._last: tuple[UpdateJob, StageResult] | None = None
+        self._upload: CheckpointUpload | None = None
+        self._fetched = staging / "restored" / f"rank-{settings.rank}"
 
     def status(self) -> dict[str, Any]:
-        """As in Fenced, with the policy version that the rank holds (None: it failed inside an update)."""
-        return super().status() | {"version": self.version}
+        """As in Fenced, with the policy version that the rank holds (None: it failed inside an update), the digest of its
+        weights, and the digest of the experience that it has applied last."""
+        applied = self._last[0].experience.digest if self._last is not None else None
+        return super().status() | {"version": self.version, "digest": self.digest, "applied": applied}
 
     def experience(self, epoch: int, job: ExperienceJob) -> StageResult:
         """Old (and reference) logprobs of this rank's rows, and their advantages, as one shard of ``experience``.
@@ -48,19 +56,20 @@ class TrainerActor(Fenced):
         Advantages need whole groups, so every rank computes those of all rows and keeps its own.
         """
         self._require(epoch, job.version)
+        self.engine.use(job.learn)
         started = time.monotonic()
         columns = ["sample_id", "group", "prompt_ids", "response_ids", "logprobs", "reward"]
         table = read_rows(self.store, [job.rollouts, job.rewards], columns=columns)
         tokens, groups = _tokens(table), _groups(table)
-        algorithm, settings = self.settings.algorithm, self.settings
+        algorithm, settings = job.learn.algorithm, self.settings
         reward = torch.from_numpy(table["reward"].to_numpy().copy())
         relative = group_relative(reward, groups, ~reward.isnan(), algorithm.normalize_std, algorithm.epsilon)
         mine = _contiguous(tokens, groups, settings.world_size)
         microbatches = self._forward_plan(tokens, groups, mine)
-        scores = self.engine.logprobs(tokens, microbatches, settings.temperature)
+        scores = self.engine.logprobs(tokens, microbatches, job.learn.temperature)
         reference = {}
         if algorithm.kl_coef > 0:
-            reference = self.engine.logprobs(tokens, microbatches, settings.temperature, reference=True)
+            reference = self.engine.logprobs(tokens, microbatches, job.learn.temperature, reference=True)
         rows = mine[settings.rank]
         metrics = self._experience_metrics(table, rows, scores) if len(rows) else {}
         if settings.rank == 0:
@@ -94,11 +103,15 @@ class TrainerActor(Fenced):
             return self._last[1]
         self._require(epoch, job.version)
         started = time.monotonic()
-        experience = self._load_experience(job)
-        self.version = None
-        metrics = self.engine.update(experience, job.groups, job.iteration)
+        if job.skipped:
+            metrics: dict[str, Metric] = {}
+        else:
+            self.engine.use(job.learn)
+            experience = self._load_experience(job)
+            self.version = None
+            metrics = self.engine.update(experience, job.groups, job.iteration)
         digest = self.engine.digest()
-        self.version = job.version + 1
+        self.version, self.digest = job.version + 1, digest
         result = StageResult((), metrics, time.monotonic() - started, digest)
         self._last = (job, result)
         return result
@@ -122,18 +135,40 @@ class TrainerActor(Fenced):
         scores = self.engine.logprobs(tokens, [[[row] for row in range(rows)]], temperature=1.0)
         return [scores[row][0].numpy() for row in range(rows)] if self.settings.rank == 0 else None
 
-    def save_checkpoint(self, epoch: int, version: int, folder: str) -> None:
-        """Write this rank's part of a checkpoint below ``folder``; collective."""
+    def save_checkpoint(self, epoch: int, version: int, attempt: str, prefix: str) -> None:
+        """Save this rank's part locally, collective; its upload to ``prefix`` goes on in the background."""
         self._require(epoch, version)
-        self.engine.save(folder, f"v{version:010d}")
+        if self._upload is not None:
+            self._upload.wait()  # two at once would only share the bandwidth and double the disk space
+        folder = self.staging / "checkpoints" / attempt
+        self.engine.save(str(folder), f"v{version:010d}")
+        self._upload = CheckpointUpload(self.store, version, attempt, folder, prefix, self.settings.rank)
+        self._upload.start()
 
-    def load_checkpoint(self, epoch: int, version: int, folder: str) -> str:
-        """Read a checkpoint and hold its version; returns the weights' digest; collective."""
+    def saved_checkpoint(self, epoch: int, wait: bool) -> SavedCheckpoint | None:
+        """Where the upload of the newest checkpoint stands; None if this process has saved none."""
+        self.require_epoch(epoch)
+        if self._upload is None:
+            return None
+        return self._upload.wait() if wait else self._upload.state
+
+    def fetch_checkpoint(self, epoch: int, record: CheckpointRecord) -> None:
+        """Bring this rank's files to its disk, verified. Not collective: a rank that fails here leaves no other waiting."""
+        self.require_epoch(epoch)
+        discard(self._fetched)
+        fetch(self.store, record.files, self.settings.rank, self._fetched)
+
+    def load_checkpoint(self, epoch: int, record: CheckpointRecord) -> str:
+        """Load what was fetched and hold its version; returns the weights' digest; collective."""
         self.require_epoch(epoch)
         self.version = None
-        self.engine.load(folder, f"v{version:010d}")
-        self.version = version
-        return self.engine.digest()
+        try:
+            self.engine.load(str(self._fetched), f"v{record.policy_version:010d}")
+        finally:
+            discard(self._fetched)
+        self.digest = self.engine.digest()
+        self.version = record.policy_version
+        return self.digest
 
     def export(self, epoch: int, version: int, model: str, folder: str) -> None:
         """Write the policy as a plain Hugging Face folder (rank 0); collective."""
@@ -161,7 +196,7 @@ class TrainerActor(Fenced):
 
     def _forward_plan(self, tokens: TokenRows, groups: torch.Tensor, parts: list[range]) -> list[list[list[int]]]:
         """This rank's micro-batches; as many as on the busiest rank, because forward passes are collective."""
-        optim = self.settings.optim
+        optim = self.engine.settings.optim
         plans: list[list[list[list[int]]]] = []
         for rows in parts:
             units = units_of(list(rows), groups, optim.share_prompts)
@@ -186,12 +221,12 @@ class TrainerActor(Fenced):
         entropy = torch.cat([scores[row][1] for row in rows])
         behaviour = behaviour[int(offsets[rows.start]) : int(offsets[rows.stop])]
         mask = torch.ones(1, len(old), dtype=torch.bool)
-        stats = mismatch(old[None], behaviour[None], mask, self.settings.algorithm.importance_cap or None)
+        stats = mismatch(old[None], behaviour[None], mask, self.engine.settings.algorithm.importance_cap or None)
         return {"policy/entropy": Mean(float(entropy.sum()), float(len(entropy))), **stats.as_metrics()}
 
     def _load_experience(self, job: UpdateJob) -> Experience:
         per_token = ["logprobs", "old_logprobs", "advantages"]
-        if self.settings.algorithm.kl_coef > 0:
+        if job.learn.algorithm.kl_coef > 0:
             per_token.append("ref_logprobs")
         columns = ["sample_id", "group", "prompt_ids", "response_ids", "status", *per_token]
         table = read_rows(self.store, [job.rollouts, job.rewards, job.experience], columns=columns)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from pydantic import Field, model_validator
@@ -20,6 +21,10 @@ class GenerateConfig(Section):
     """Longest response in tokens."""
     temperature: float = Field(default=1.0, gt=0, le=2)
     """Sampling temperature; logprobs of engine and trainer are both taken after it."""
+    exact_groups: int = Field(default=0, ge=0)
+    """Groups that an engine runs together, cut off from all others, each with its own seed: a generation that was cut off
+    then continues bit by bit as if it had not been. Slower; 0 runs all groups together, and what is generated anew after
+    a cut differs from what was lost."""
     engine: dict[str, Any] = {}
     """Further vLLM engine arguments, passed through as they are (`max_num_seqs`, `enforce_eager`, ...)."""
 
@@ -76,6 +81,18 @@ class OptimConfig(Section):
     """Recompute activations in the backward pass."""
 
 
+@dataclass(frozen=True)
+class LearnSettings:
+    """What decides how experience becomes a gradient. Travels with every job, because a replay uses the settings of the
+    branch that the update belongs to."""
+
+    optim: OptimConfig
+    algorithm: AlgorithmConfig
+    temperature: float
+    max_new_tokens: int
+    seed: int
+
+
 class SyncConfig(Section):
     """How weights travel from the trainer to the engines and how that is checked."""
 
@@ -103,6 +120,8 @@ class CheckpointConfig(Section):
     """Iterations between checkpoints; 0 writes none (resume then replays from the start)."""
     keep: int = Field(default=2, ge=1)
     """Newest checkpoints to keep."""
+    keep_every: int = Field(default=0, ge=0)
+    """Also keep every checkpoint whose policy version is a multiple of this; 0 keeps only the newest ones."""
 
 
 class LimitsConfig(Section):
@@ -114,6 +133,10 @@ class LimitsConfig(Section):
     """Deadline for placing actors and loading models."""
     retries: int = Field(default=2, ge=0)
     """Retries of the stages that may be retried in place (generate, score, advantages, sync)."""
+    recoveries: int = Field(default=5, ge=0)
+    """How often in a row, without an iteration finished in between, dead workers are rebuilt before the run fails."""
+    store_outage_seconds: float = Field(default=900.0, ge=0)
+    """How long an object store that does not answer is waited for before a stage fails."""
 
 
 class TrackingConfig(Section):

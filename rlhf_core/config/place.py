@@ -37,5 +37,12 @@ class StorageConfig(Section):
 
     url: str = Field(default=".rlhf/store", min_length=1)
     """A local folder or `s3://bucket/prefix`; endpoint and credentials come from the environment (`AWS_*`)."""
+    flush_seconds: float = Field(default=1.0, ge=0.05, le=60)
+    """Finished groups are written as one segment after at most this long."""
+    staging_mib: int = Field(default=1024, ge=16)
+    """What an engine may keep on its local disk while the store does not take it, in MiB; then generation waits."""
+    keep_rollouts_hours: float | None = Field(default=None, ge=0, le=1_000_000)
+    """Delete rollouts, rewards and experience of iterations that ended longer ago, once no checkpoint that is kept among the
+    newest needs them and no fork or rerun shares them; left out, they stay for ever."""
     export: str | None = None
     """Folder for the exported Hugging Face model; by default `.rlhf/exports/RUN`."""

@@ -11,11 +11,13 @@ from pydantic import Field, ValidationError, model_validator
 
 from rlhf_core.config.base import Section
 from rlhf_core.config.data import ModelConfig, PromptsConfig, RewardConfig
+from rlhf_core.config.guards import GuardsConfig
 from rlhf_core.config.learning import (
     AlgorithmConfig,
     CheckpointConfig,
     EvaluationConfig,
     GenerateConfig,
+    LearnSettings,
     LimitsConfig,
     OptimConfig,
     SyncConfig,
@@ -28,7 +30,16 @@ from rlhf_core.errors import ConfigError
 RUN_ID_PATTERN = r"^[A-Za-z0-9](?:[A-Za-z0-9_-]|\.[A-Za-z0-9_-])*$"
 
 #: Keys that may differ when a run is resumed: they do not change what is learned. (`storage.url` says where to look.)
-CHANGEABLE = ("iterations", "checkpoint", "evaluation.every", "limits", "tracking", "storage", "sync.bucket_mib")
+CHANGEABLE = (
+    "iterations",
+    "checkpoint",
+    "evaluation.every",
+    "limits",
+    "guards",
+    "tracking",
+    "storage",
+    "sync.bucket_mib",
+)
 
 
 class RunConfig(Section):
@@ -52,6 +63,7 @@ class RunConfig(Section):
     resources: ResourcesConfig = ResourcesConfig()
     storage: StorageConfig = StorageConfig()
     limits: LimitsConfig = LimitsConfig()
+    guards: GuardsConfig = GuardsConfig()
     tracking: TrackingConfig = TrackingConfig()
 
     @property
@@ -65,6 +77,12 @@ class RunConfig(Section):
     def rows(self) -> int:
         """Rollouts of one iteration."""
         return self.generate.prompts_per_iteration * self.generate.samples_per_prompt
+
+    @property
+    def learn(self) -> LearnSettings:
+        """What decides how experience becomes a gradient."""
+        generate = self.generate
+        return LearnSettings(self.optim, self.algorithm, generate.temperature, generate.max_new_tokens, self.seed)
 
     @property
     def probe_tolerance(self) -> float:
@@ -89,6 +107,15 @@ class RunConfig(Section):
             )
         if self.generate.samples_per_prompt < 2:
             raise ValueError("generate.samples_per_prompt = 1, but GRPO compares the samples of a group: use 2 or more")
+        return self
+
+    @model_validator(mode="after")
+    def _guards_can_be_seen(self) -> RunConfig:
+        if self.guards.max_kl is not None and not self.algorithm.kl_coef:
+            raise ValueError(
+                f"guards.max_kl = {self.guards.max_kl}, but algorithm.kl_coef = 0 loads no reference to compare with: "
+                "set algorithm.kl_coef, or leave guards.max_kl out"
+            )
         return self
 
     @model_validator(mode="after")

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rlhf_core.errors import IntegrityError, StaleEngine
+from rlhf_core.errors import FencedOut, IntegrityError, StaleEngine
 
 if TYPE_CHECKING:
     from rlhf_core.engines.weights import BucketSpec
@@ -119,8 +119,14 @@ class VllmEngine:
         self.settings = settings
         self.llm = LLM(**to_vllm_args(settings))
         self.version: int | None = 0  # what the model folder holds; None while an update is under way or has failed
+        self.digest: str | None = None  # of the weights that the last update brought; None: those of the model folder
         self._sleeping: set[str] = set()
         self._requests = 0
+        self._interrupted = False
+
+    def interrupt(self) -> None:
+        """End the call of ``generate`` that runs now, from another thread, after the step under way."""
+        self._interrupted = True
 
     def require(self, version: int) -> None:
         """StaleEngine unless the engine serves exactly ``version`` and is awake."""
@@ -130,34 +136,48 @@ class VllmEngine:
             raise StaleEngine("the engine sleeps: wake it before it generates")
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], sampling: Sampling, version: int, seed: int | None = None
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling,
+        version: int,
+        seed: int | Sequence[int] | None = None,
     ) -> Iterator[FinishedGroup]:
         """Sample every prompt; groups come out as they finish, not in order.
 
-        ``prompts`` are token ids. Logprobs are those of the sampled tokens, after temperature. With ``seed`` the samplers are
-        seeded first, which makes the call repeatable on the same engine for the same prompts.
+        ``prompts`` are token ids. Logprobs are those of the sampled tokens, after temperature. With one ``seed`` the samplers
+        are seeded first, which makes the call repeatable on the same engine for the same prompts. With a seed for each prompt
+        every group has a generator of its own and nothing is cached from earlier calls: the call gives the same bytes on
+        every engine of the same kind.
         """
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
         self.require(version)
-        if seed is not None:
+        self._interrupted = False
+        seeds = list(seed) if isinstance(seed, Sequence) else [None] * len(prompts)
+        if isinstance(seed, int):
             self.llm.collective_rpc("rlhf_seed", args=(seed % 2**63,))
-        params = SamplingParams(
-            n=sampling.samples,
-            max_tokens=sampling.max_new_tokens,
-            temperature=sampling.temperature,
-            logprobs=0 if sampling.logprobs else None,
-            flat_logprobs=True,
-            detokenize=False,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-        )
+        elif seed is not None:
+            self._forget_prefixes()
+        params = [
+            SamplingParams(
+                n=sampling.samples,
+                max_tokens=sampling.max_new_tokens,
+                temperature=sampling.temperature,
+                logprobs=0 if sampling.logprobs else None,
+                seed=own,
+                flat_logprobs=True,
+                detokenize=False,
+                output_kind=RequestOutputKind.FINAL_ONLY,
+            )
+            for own in seeds
+        ]
         started: dict[str, tuple[int, float]] = {}
         try:
             for index, prompt in enumerate(prompts):
                 self._requests += 1
                 name = f"r{self._requests}"
-                self.llm.llm_engine.add_request(name, {"prompt_token_ids": list(prompt)}, params)
+                self.llm.llm_engine.add_request(name, {"prompt_token_ids": list(prompt)}, params[index])
                 started[name] = (index, time.monotonic())
             yield from self._collect(started, sampling, version)
         finally:
@@ -169,6 +189,8 @@ class VllmEngine:
     ) -> Iterator[FinishedGroup]:
         while started:
             self.require(version)  # an update may have begun between two groups
+            if self._interrupted:
+                raise FencedOut("generation was interrupted: another driver took the engine over")
             outputs = self.llm.llm_engine.step()
             if not outputs and not self.llm.llm_engine.has_unfinished_requests():
                 raise IntegrityError(f"vLLM lost {len(started)} requests: it has none left and did not answer them")
@@ -227,10 +249,13 @@ class VllmEngine:
                 f"policy version {version} did not arrive intact: the trainer's digest is {digest}, "
                 f"the engine's workers received {sorted(received)}"
             )
-        if not self.llm.reset_prefix_cache():  # cached keys and values belong to the old weights
-            raise IntegrityError("the engine still runs requests: it cannot drop what it cached with the old weights")
-        self.version = version
+        self._forget_prefixes()  # cached keys and values belong to the old weights
+        self.version, self.digest = version, digest
         return digest
+
+    def _forget_prefixes(self) -> None:
+        if not self.llm.reset_prefix_cache():
+            raise IntegrityError("the engine still runs requests: it cannot drop the keys and values that it cached")
 
     def sleep(self, discard_weights: bool) -> None:
         """Give the device's memory back. ``discard_weights``: the next sync overwrites them, so nothing is copied out."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from rlhf_core.algorithms.correction import importance_weights
 from rlhf_core.algorithms.kl import token_kl
 from rlhf_core.algorithms.losses import add_kl, policy_loss
 from rlhf_core.algorithms.masked import Denominators, count, length_mask, masked_sum, pad_rows
-from rlhf_core.config.learning import AlgorithmConfig, OptimConfig
+from rlhf_core.config.learning import AlgorithmConfig, LearnSettings, OptimConfig
 from rlhf_core.engines.offload import Offloader
 from rlhf_core.engines.policy_model import PolicyModel, exported_name, load_policy
 from rlhf_core.engines.rows import TokenRows, gather_rows, units_of
@@ -45,6 +45,8 @@ class TrainerSettings:
     max_new_tokens: int
     seed: int
     timeout_seconds: float
+    reference: bool = False
+    """Load the reference model: some update of the run, or of one that it goes on from, has a KL term."""
 
 
 @dataclass(frozen=True)
@@ -129,8 +131,23 @@ class Zero3Engine:
         self.offloader = Offloader(self.engine, self.device)
         self.steps = 0
         self._broken: list[str] = []  # losses of the step under way that are not finite
-        self.reference = self._load_reference() if settings.algorithm.kl_coef > 0 else None
+        self.reference = self._load_reference() if settings.reference else None
         self._parameters = {exported_name(n): p for n, p in self.policy.named_parameters()}
+
+    def use(self, learn: LearnSettings) -> None:
+        """Learn with these settings from now on. What the constructor fixed stays: gradient checkpointing, the reference."""
+        optim = learn.optim
+        for group in self.engine.optimizer.param_groups:
+            group.update(betas=optim.betas, eps=optim.epsilon, weight_decay=optim.weight_decay)
+        self.engine.optimizer.clip_grad = optim.max_grad_norm
+        self.settings = replace(
+            self.settings,
+            optim=optim,
+            algorithm=learn.algorithm,
+            temperature=learn.temperature,
+            max_new_tokens=learn.max_new_tokens,
+            seed=learn.seed,
+        )
 
     def _load_reference(self) -> Any:
         import deepspeed
@@ -316,7 +333,8 @@ class Zero3Engine:
 
     def save(self, folder: str, tag: str) -> None:
         """Write this rank's part of a checkpoint below ``folder/tag``; collective. No ``latest`` file: it is no commit."""
-        self.engine.save_checkpoint(folder, tag=tag, client_state={"steps": self.steps}, save_latest=False)
+        state = {"steps": self.steps, "random": random_state()}
+        self.engine.save_checkpoint(folder, tag=tag, client_state=state, save_latest=False)
 
     def load(self, folder: str, tag: str) -> None:
         """Read a checkpoint written by ``save`` with the same number of ranks; collective."""
@@ -327,11 +345,27 @@ class Zero3Engine:
         if path is None or state is None:
             raise missing
         self.steps = int(state["steps"])
+        set_random_state(state["random"])
 
     def close(self) -> None:
         """Leave the process group."""
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
+
+
+def random_state() -> dict[str, Any]:
+    """State of torch's generators of this process, as tensors."""
+    state = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def set_random_state(state: dict[str, Any]) -> None:
+    """Go on with the random numbers where ``random_state`` was taken."""
+    torch.set_rng_state(state["cpu"].cpu())
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"].cpu())
 
 
 def _join(settings: TrainerSettings) -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from infra.object_store import LocalObjectStore, S3ObjectStore
 from infra.s3_server import S3Server
+from tests.fixtures.fault_proxy import FaultProxy
 
 
 @pytest.fixture(scope="session")
@@ -35,3 +36,10 @@ def store(request, tmp_path):
     opened = S3ObjectStore("contracts", f"test/{uuid.uuid4().hex}")
     yield opened
     opened.close()
+
+
+@pytest.fixture
+def proxy(s3_env):
+    """A fault-injecting way to the S3 server."""
+    with FaultProxy(s3_env.endpoint) as running:
+        yield running

@@ -95,8 +95,9 @@ def test_claim_without_a_heartbeat_expires_too(store):
         assert lease.epoch == 2
 
 
-def test_slow_clock_of_a_living_holder_does_not_cost_it_the_run(store):
-    claim(store, seen=1000, ttl=6.0)  # its clock is behind ours
+@pytest.mark.parametrize("holder", [ELSEWHERE, ME], ids=["elsewhere", "here"])
+def test_old_heartbeat_of_a_living_holder_does_not_cost_it_the_run(store, holder):
+    claim(store, holder=holder, seen=1000, ttl=6.0)  # its clock is behind ours, or the store was away for long
     stop = threading.Event()
 
     def keep():
@@ -105,14 +106,14 @@ def test_slow_clock_of_a_living_holder_does_not_cost_it_the_run(store):
             counter += 1
             beat(store, 1, counter, time.time() - 1000)
 
-    holder = threading.Thread(target=keep)
-    holder.start()
+    beating = threading.Thread(target=keep)
+    beating.start()
     try:
-        with pytest.raises(RunLocked, match="another-host"):
+        with pytest.raises(RunLocked, match=holder.host):
             Lease.acquire(store, RUN, ME)
     finally:
         stop.set()
-        holder.join()
+        beating.join()
 
 
 def test_dead_process_on_this_host_is_replaced_at_once(store):
@@ -181,26 +182,149 @@ class Cut(LocalObjectStore):
         return super()._path(key)
 
 
-def test_holder_that_cannot_write_its_heartbeat_gives_up(tmp_path):
+class Unwritable(LocalObjectStore):
+    """A store that takes nothing any more."""
+
+    def put(self, key, data):
+        raise OSError("disk is full")
+
+
+class Hooked(LocalObjectStore):
+    """Runs ``hook`` once, right before the call ``method`` on ``key`` for the ``nth`` time."""
+
+    method, key, nth, hook = "", "", 1, None
+
+    def before(self, method, key, hook, nth=1):
+        self.method, self.key, self.hook, self.nth = method, key, hook, nth
+
+    def _came(self, method, key):
+        if self.hook is not None and (method, key) == (self.method, self.key):
+            self.nth -= 1
+            if self.nth == 0:
+                hook, self.hook = self.hook, None
+                hook()
+
+    def create(self, key, data):
+        self._came("create", key)
+        return super().create(key, data)
+
+    def exists(self, key):
+        self._came("exists", key)
+        return super().exists(key)
+
+    def get(self, key):
+        self._came("get", key)
+        return super().get(key)
+
+
+TTL = 0.2
+
+
+def silent_holder(store):
+    """A lease whose heartbeats have been missing for longer than its ttl; only ``check`` can write."""
+    lease = Lease.acquire(store, RUN, ME, ttl_seconds=TTL, beats=Unwritable(store.root))
+    while time.time() - lease_state(store, RUN).last_seen <= TTL:
+        pass
+    return lease
+
+
+def test_silent_holder_goes_on_while_nobody_took_over(tmp_path, caplog):
+    store = LocalObjectStore(tmp_path)
+    lease = silent_holder(store)
+    silent_since = lease_state(store, RUN).last_seen
+    lease.check()
+    assert lease_state(store, RUN).last_seen >= silent_since + TTL  # the check wrote a heartbeat
+    lease.release()
+    beats = [record for record in caplog.records if "heartbeats of the lease fail" in record.getMessage()]
+    assert len(beats) == 1  # not one a beat
+
+
+def test_holder_outlives_an_outage_longer_than_its_ttl(tmp_path):
     store = Cut(tmp_path)
-    lease = Lease.acquire(store, RUN, ME, ttl_seconds=0.2)
+    with Lease.acquire(store, RUN, ME, ttl_seconds=1.0) as lease:
+        while (seen := lease_state(store, RUN)).beat is None:
+            pass
+        store.down = True
+        while time.time() - seen.last_seen <= 2.0:
+            with pytest.raises(OSError, match="cut off"):
+                lease.check()
+        store.down = False
+        lease.check()
+        with pytest.raises(RunLocked):
+            Lease.acquire(store, RUN, ELSEWHERE)
+        lease.check()
 
-    class HeartbeatsFail(LocalObjectStore):
-        def put(self, key, data):
-            raise OSError("disk is full")
 
-    lease.store = HeartbeatsFail(tmp_path)
+def test_holder_that_cannot_write_its_heartbeat_is_told(tmp_path):
+    store = LocalObjectStore(tmp_path)
+    lease = silent_holder(store)
+    lease.store = Unwritable(tmp_path)
+    with pytest.raises(OSError, match=r"no heartbeat could be written to .* the lease lasts 0.2 s: disk is full"):
+        lease.check()
+    claim(store, epoch=2)
+    with pytest.raises(FencedOut, match=r"another-host pid 1 \(epoch 2\) took over"):
+        lease.check()
+    lease.release()
 
-    def check_for_ever():
-        while True:
-            lease.check()
 
-    try:
-        with pytest.raises(FencedOut, match="no heartbeat could be written"):
-            check_for_ever()
-    finally:
-        lease.store = store
-        lease.release()
+@pytest.mark.parametrize("rival", [ELSEWHERE, ME], ids=["elsewhere", "here"])
+def test_rival_sees_the_heartbeat_that_breaks_the_silence(tmp_path, rival):
+    holder = silent_holder(Hooked(tmp_path))
+    theirs = Hooked(tmp_path)
+    theirs.before("get", layout.heartbeat(RUN, 1), holder.check, nth=2)  # after it was seen as expired
+    with pytest.raises(RunLocked, match=f"pid {ME.pid} "):
+        Lease.acquire(theirs, RUN, rival)
+    holder.check()
+    holder.release()
+
+
+def test_rival_that_has_looked_before_takes_over_and_the_holder_finds_out(tmp_path):
+    holder = silent_holder(Hooked(tmp_path))
+    theirs = Hooked(tmp_path)
+    theirs.before("create", layout.lease(RUN, 2), holder.check)  # passes: nobody has taken over yet
+    with Lease.acquire(theirs, RUN, ELSEWHERE) as rival:
+        assert theirs.hook is None
+        with pytest.raises(FencedOut, match=r"another-host pid 1 \(epoch 2\) took over from epoch 1"):
+            holder.check()
+        rival.check()
+    holder.release()
+
+
+def test_rival_that_comes_between_heartbeat_and_look_is_seen(tmp_path):
+    ours = Hooked(tmp_path)
+    holder = silent_holder(ours)
+    rivals = []
+    theirs = LocalObjectStore(tmp_path)
+    # The rival has watched before: the holder's heartbeat of this moment comes too late for it.
+    ours.before("exists", layout.lease(RUN, 2), lambda: rivals.append(claim(theirs, epoch=2)))
+    with pytest.raises(FencedOut, match=r"\(epoch 2\) took over"):
+        holder.check()
+    assert len(rivals) == 1
+    holder.release()
+
+
+def test_silent_holder_and_rivals_at_the_same_time(tmp_path):
+    def attempt(work, barrier):
+        barrier.wait()
+        try:
+            return work()
+        except (FencedOut, RunLocked):
+            return None
+
+    for number in range(12):
+        store = LocalObjectStore(tmp_path / str(number))
+        holder = silent_holder(store)
+        barrier = threading.Barrier(3)
+        rivals = [lambda s=store: Lease.acquire(s, RUN, ELSEWHERE, ttl_seconds=60.0)] * 2
+        with ThreadPoolExecutor(3) as pool:
+            jobs = [pool.submit(attempt, work, barrier) for work in (*rivals, holder.check)]
+            leases = [holder, *(lease for job in jobs if (lease := job.result()) is not None)]
+        passed = [
+            lease.epoch for lease in leases if attempt(lambda one=lease: one.check() or True, threading.Barrier(1))
+        ]
+        assert passed == [lease_state(store, RUN).claim.epoch]
+        for lease in leases:
+            lease.release()
 
 
 def test_store_failure_is_not_taken_for_fencing(tmp_path):

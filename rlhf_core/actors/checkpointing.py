@@ -1,0 +1,124 @@
+"""A rank's part of a checkpoint between its local folder and the object store.
+
+A save is collective and ends on the local disk; the upload follows on a thread while training goes on, so that no rank
+waits for the store inside a collective. The driver publishes the checkpoint once every rank has brought its files up.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import threading
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rlhf_core.errors import CorruptObject
+from rlhf_core.files import download_files, upload_files
+from rlhf_core.manifests import StoredFile
+from rlhf_core.ports import ObjectStore
+
+_LOG = logging.getLogger(__name__)
+
+#: What DeepSpeed's own checkpoint files hold beside tensors and plain containers. Anything else is refused unread, because
+#: DeepSpeed unpickles without restrictions.
+_KNOWN_GLOBALS = frozenset(
+    {
+        "deepspeed.runtime.zero.config.ZeroStageEnum",
+        "deepspeed.runtime.fp16.loss_scaler.LossScaler",
+        "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
+    }
+)
+
+
+@dataclass(frozen=True)
+class SavedCheckpoint:
+    """Where one rank stands with its newest checkpoint. ``files`` is None while it is being uploaded."""
+
+    version: int
+    attempt: str
+    files: tuple[StoredFile, ...] | None = None
+    error: str | None = None
+
+
+@dataclass
+class CheckpointUpload:
+    """Uploads one rank's files of one checkpoint and deletes them locally afterwards."""
+
+    store: ObjectStore
+    version: int
+    attempt: str
+    folder: Path
+    prefix: str
+    rank: int
+    _result: SavedCheckpoint | None = field(default=None, init=False)
+    _thread: threading.Thread | None = field(default=None, init=False)
+
+    def start(self) -> None:
+        """Begin; ``state`` tells the rest."""
+        self._thread = threading.Thread(target=self._run, name=f"checkpoint-{self.version}", daemon=True)
+        self._thread.start()
+
+    @property
+    def state(self) -> SavedCheckpoint:
+        return self._result or SavedCheckpoint(self.version, self.attempt)
+
+    def wait(self) -> SavedCheckpoint:
+        """The final state."""
+        if self._thread is not None:
+            self._thread.join()
+        return self.state
+
+    def _run(self) -> None:
+        try:
+            mine = own_files(self.folder, self.rank)
+            files = upload_files(self.store, self.folder, mine, self.prefix)
+            self._result = SavedCheckpoint(self.version, self.attempt, tuple(files))
+        except Exception as error:  # noqa: BLE001  # a thread's boundary: the driver reports it, and replay covers the loss
+            self._result = SavedCheckpoint(self.version, self.attempt, error=f"{type(error).__name__}: {error}")
+        finally:
+            for path in own_files(self.folder, self.rank):
+                path.unlink(missing_ok=True)
+
+
+def own_files(folder: Path, rank: int) -> list[Path]:
+    """The files below ``folder`` that this rank wrote: those of its number; all that have none are rank 0's."""
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    return sorted(path for path in files if _rank_of(path) == rank)
+
+
+def files_of_rank(files: Iterable[StoredFile], rank: int) -> list[StoredFile]:
+    """The files of a checkpoint that this rank reads."""
+    return [file for file in files if _rank_of(Path(file.path)) == rank]
+
+
+def fetch(store: ObjectStore, files: Sequence[StoredFile], rank: int, folder: Path) -> None:
+    """Bring this rank's files to ``folder``, verified and free of anything that would run code when it is loaded."""
+    mine = files_of_rank(files, rank)
+    download_files(store, mine, folder)
+    for file in mine:
+        require_harmless(folder / file.path, file.key)
+
+
+def require_harmless(path: Path, key: str) -> None:
+    """CorruptObject if the pickle at ``path`` names anything but what DeepSpeed's files are known to hold."""
+    if path.suffix != ".pt":
+        return
+    from torch.serialization import get_unsafe_globals_in_checkpoint
+
+    found = set(get_unsafe_globals_in_checkpoint(str(path))) - _KNOWN_GLOBALS
+    if found:
+        raise CorruptObject(
+            f"{key} would run {', '.join(sorted(found))} when loaded: no checkpoint of ours does; refused"
+        )
+
+
+def discard(folder: Path) -> None:
+    """Delete a local folder that is no longer needed."""
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _rank_of(path: Path) -> int:
+    _, mark, rest = path.name.partition("zero_pp_rank_")
+    number = rest.partition("_")[0]
+    return int(number) if mark and number.isdigit() else 0

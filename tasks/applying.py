@@ -1,0 +1,48 @@
+"""Applying an iteration's experience on the ranks: by the update stage, and again when a run is restored."""
+
+from __future__ import annotations
+
+from rlhf_core.actors.jobs import StageResult, UpdateJob
+from rlhf_core.config import parse_config
+from rlhf_core.errors import IntegrityError
+from rlhf_core.manifests import StageManifest
+from rlhf_core.metrics import merge_metrics, values
+from tasks.context import StageContext
+from tasks.handover import to_trainers
+from tasks.stage import manifest_of
+
+
+def apply_update(context: StageContext, skipped: str | None = None) -> StageManifest:
+    """Run the update on all ranks; they must agree on the digest of the new weights. Nothing is committed.
+
+    ``skipped``: why the batch is left out. The version counts on, the weights stay as they are.
+    """
+    rollouts, rewards, experience = (context.stage(name) for name in ("generate", "score", "advantages"))
+    config = parse_config(context.lineage.owner(context.iteration, "update").config)
+    job = UpdateJob(
+        run=experience.run,
+        iteration=context.iteration,
+        rollouts=rollouts,
+        rewards=rewards,
+        experience=experience,
+        groups=config.generate.prompts_per_iteration,
+        version=rollouts.policy_version,
+        learn=config.learn,
+        skipped=skipped is not None,
+    )
+    to_trainers(context)
+    results: list[StageResult] = context.trainers.call("update", job, seconds=context.deadline)
+    digests = {r.weights_digest for r in results}
+    if len(digests) != 1:
+        raise IntegrityError(
+            f"the ranks disagree about the weights of version {job.version + 1}: {sorted(map(str, digests))}"
+        )
+    return manifest_of(
+        context,
+        "update",
+        policy_version=job.version,
+        parents={"generate": rollouts.digest, "score": rewards.digest, "advantages": experience.digest},
+        tokens=rollouts.tokens,
+        metrics=values(merge_metrics(r.metrics for r in results)) | {"update/seconds": max(r.seconds for r in results)},
+        details={"weights_digest": digests.pop()} | ({} if skipped is None else {"skipped": skipped}),
+    )
