@@ -10,6 +10,7 @@ chained by the digests of the manifests they read, and merged by position.
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -54,7 +55,7 @@ class StageWriter:
     """
 
     def __init__(self, store: ObjectStore, run: str, iteration: int, stage: str, attempt: str) -> None:
-        self.store, self.run, self.iteration = store, layout.check_run(run), iteration
+        self.store, self.run, self.iteration = store, layout.check_branch(run), iteration
         self.stage, self.attempt = layout.check_name(stage, "stage"), layout.check_name(attempt, "attempt")
 
     def write_shard(self, table: pa.Table, first_row: int) -> Shard:
@@ -172,6 +173,10 @@ def read_object(store: ObjectStore, shard: Shard) -> bytes:
             data = store.get(shard.key)
         except FileNotFoundError:
             raise CorruptObject(f"{shard.key} is named by a commit but missing in {store.url}") from None
+        except OSError as error:
+            if error.errno != errno.EBADMSG:
+                raise
+            raise CorruptObject(f"{shard.key}: {error}") from None
         if len(data) != shard.bytes:
             problem = f"has {len(data)} bytes, its commit says {shard.bytes}"
         elif (found := digest(data)) != shard.blake3:

@@ -132,17 +132,23 @@ def start_branch(store: ObjectStore, record: RunRecord) -> RunRecord:
     return sealed
 
 
-def start_revision(store: ObjectStore, lineage: Lineage, iteration: int, stage: str, by: str) -> RevisionRecord:
-    """Make a new head of the run that shares what lies before ``stage`` of ``iteration``. The caller holds the lease."""
+def start_revision(store: ObjectStore, lineage: Lineage, parent: ParentRef, by: str, request: str) -> RevisionRecord:
+    """Make a new head of the run that goes on from ``parent``, a place in its lineage. The caller holds the lease.
+
+    A ``request`` that made the newest revision already makes no other one: its record is returned.
+    """
     run = layout.run_name(lineage.head)
     number = current_revision(store, run) + 1
+    if request and number > 1:
+        newest = load_record(store, layout.revision(run, number - 1), RevisionRecord)
+        if newest.request == request:
+            return newest
     created = datetime.now(UTC).isoformat(timespec="seconds")
-    parent = ParentRef(run=lineage.head, iteration=iteration, stage=stage)
     branch = lineage.record.model_copy(
         update={"run": layout.branch(run, number), "created": created, "parent": parent, "digest": ""}
     )
     start_branch(store, branch)
-    record = RevisionRecord(run=run, revision=number, parent=parent, created=created, by=by)
+    record = RevisionRecord(run=run, revision=number, parent=parent, created=created, by=by, request=request)
     return commit_record(store, layout.revision(run, number), record)[0]
 
 

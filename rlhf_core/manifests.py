@@ -87,6 +87,7 @@ class RevisionRecord(Manifest):
     parent: ParentRef
     created: str = Field(description="UTC, ISO 8601.")
     by: str = Field(description="Who asked for it: user, host and process.")
+    request: str = Field(default="", description="Id of what asked, so that asking again makes no second revision.")
     digest: str = ""
 
 

@@ -14,7 +14,8 @@ class ObjectStore(Protocol):
     """A flat key-value store of immutable bytes. Keys are relative paths with ``/``; no ``..``, no leading ``/``.
 
     Implementations are picklable and hold configuration only, never connections or credentials, so that they can travel
-    to Ray workers. Errors: a missing key is FileNotFoundError; anything else that survived the bounded retries is OSError.
+    to Ray workers. Errors: a missing key is FileNotFoundError; anything else that survived the bounded
+    retries is OSError, with errno EBADMSG where the store itself says that an object is damaged.
     """
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 from collections.abc import Iterator, Mapping
@@ -79,6 +80,10 @@ def find_record(store: ObjectStore, key: str, model: type[M]) -> M | None:
         raw = store.get(key)
     except FileNotFoundError:
         return None
+    except OSError as error:
+        if error.errno != errno.EBADMSG:
+            raise
+        raise CorruptObject(f"{key!r} in {store.url}: {error}") from None
     where = f"{key!r} in {store.url}"
     try:
         body = json.loads(raw)

@@ -11,9 +11,7 @@ from prefect.logging import get_run_logger
 from rlhf_core import layout
 from rlhf_core.actors.checkpointing import SavedCheckpoint
 from rlhf_core.config import RunConfig
-from rlhf_core.lineage import Lineage
 from rlhf_core.manifests import CheckpointRecord, ClusterRef
-from rlhf_core.ports import ObjectStore
 from rlhf_core.records import commit_record, find_record
 from tasks.context import StageContext
 
@@ -65,19 +63,3 @@ def publish_checkpoint(context: StageContext, wait: bool = False) -> CheckpointR
         files=tuple(file for part in parts for file in part),
     )
     return commit_record(context.store, key, record)[0]
-
-
-def newest_checkpoint(store: ObjectStore, lineage: Lineage, version: int, ranks: int) -> CheckpointRecord | None:
-    """The newest committed checkpoint of so many ranks at or before ``version``, of the head or of what it shares."""
-    for branch in (record.run for record in lineage.records):
-        for found in reversed(_versions(store, branch)):
-            if found <= version and lineage.branch_of_version(found) == branch:
-                record = find_record(store, layout.checkpoint_commit(branch, found), CheckpointRecord)
-                if record is not None and record.world_size == ranks:
-                    return record
-    return None
-
-
-def _versions(store: ObjectStore, run: str) -> list[int]:
-    keys = store.list(layout.checkpoint_commits(run))
-    return sorted(v for v in (layout.checkpoint_version(key) for key in keys) if v is not None)

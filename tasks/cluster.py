@@ -86,7 +86,7 @@ def stop_actors(config: RunConfig) -> None:
         "reward": resources.reward_workers,
     }
     kill([name for kind, count in counts.items() for name in _names(config, kind, count)], NAMESPACE)
-    release(_reservation(config))
+    release(reservation_name(config))
 
 
 def _use_gpu(config: RunConfig) -> bool:
@@ -100,7 +100,8 @@ def _names(config: RunConfig, kind: str, count: int) -> tuple[str, ...]:
     return tuple(f"{config.run_id}-{kind}-{index}" for index in range(count))
 
 
-def _reservation(config: RunConfig) -> str:
+def reservation_name(config: RunConfig) -> str:
+    """Name of the run's placement group."""
     return f"rlhf-{config.run_id}"
 
 
@@ -108,7 +109,7 @@ def _create(config: RunConfig, cluster: ClusterRef, gpu: bool, wanted: frozenset
     """Create the actors ``wanted`` at their places; wait until they have loaded their models."""
     plan = _plan(config, gpu)
     try:
-        group = reserve(plan, _reservation(config), config.limits.startup_seconds)
+        group = reserve(plan, reservation_name(config), config.limits.startup_seconds)
     except (ValueError, TimeoutError) as error:
         raise CapacityError(str(error)) from None
     folder, store = model_folder(config), open_run_store(config)

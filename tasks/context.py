@@ -6,7 +6,7 @@ import itertools
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
-from infra.object_store import LocalObjectStore, S3ObjectStore, open_store
+from infra.object_store import LocalObjectStore, PatientStore, S3ObjectStore, open_store
 from infra.ray_cluster import connect
 from rlhf_core import layout
 from rlhf_core.actors.group import ActorGroup
@@ -15,11 +15,13 @@ from rlhf_core.errors import FencedOut, StoreError
 from rlhf_core.lineage import Lineage, load_lineage
 from rlhf_core.manifests import ClusterRef, PromptsManifest, StageManifest
 
+RunStore = LocalObjectStore | S3ObjectStore | PatientStore
 
-def open_run_store(config: RunConfig) -> LocalObjectStore | S3ObjectStore:
-    """The store of the run. StoreError if the URL is none."""
+
+def open_run_store(config: RunConfig) -> RunStore:
+    """The store of the run, which outlasts outages. StoreError if the URL is none."""
     try:
-        return open_store(config.storage.url)
+        return open_store(config.storage.url, config.limits.store_outage_seconds)
     except ValueError as error:
         raise StoreError(f"storage.url = {config.storage.url!r}: {error}") from None
 
@@ -40,7 +42,7 @@ class StageContext:
     attempt: str
 
     @cached_property
-    def store(self) -> LocalObjectStore | S3ObjectStore:
+    def store(self) -> RunStore:
         return open_run_store(self.config)
 
     @property

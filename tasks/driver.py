@@ -12,6 +12,7 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 from prefect.logging import get_run_logger
 
+from infra.object_store import bare_store
 from infra.ray_cluster import reconnect
 from rlhf_core.config import RunConfig
 from rlhf_core.errors import StaleEngine, WorkerError
@@ -127,5 +128,5 @@ def drive(config: RunConfig) -> Iterator[Driver]:
     """Check the run, take its lease, and give it back at the end. RunLocked if another living driver holds it."""
     preflight(config)
     store = open_run_store(config)
-    with Lease.acquire(store, config.run_id, Holder.current()) as lease:
+    with Lease.acquire(store, config.run_id, Holder.current(), beats=bare_store(store)) as lease:
         yield Driver(config, lease, load_lineage(store, config.run_id))

@@ -7,7 +7,7 @@ from pathlib import Path
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
-from infra.object_store import LocalObjectStore
+from infra.object_store import LocalObjectStore, bare_store
 from infra.settings import load_settings
 from rlhf_core import layout
 from rlhf_core.config import RunConfig
@@ -31,7 +31,7 @@ def export_policy(config: RunConfig, cluster: ClusterRef, version: int) -> Expor
     to_trainers(context)
     context.trainers.call("export", version, model, str(folder), seconds=context.deadline)
     files = []
-    if not isinstance(context.store, LocalObjectStore):
+    if not isinstance(bare_store(context.store), LocalObjectStore):
         paths = [path for path in folder.rglob("*") if path.is_file()]
         files = upload_files(context.store, folder, paths, layout.export(context.run, f"v{version:010d}"))
     record = ExportRecord(

@@ -38,7 +38,7 @@ from rlhf_core.actors.leftovers import is_reserved, named_actors
 from rlhf_core.errors import RunLocked
 from rlhf_core.lease import Holder, Lease, lease_state, require_free
 from rlhf_core.lineage import Lineage, current_revision, load_lineage
-from tasks.cluster import NAMESPACE, _reservation, stop_actors
+from tasks.cluster import NAMESPACE, reservation_name, stop_actors
 from tasks.judging import BranchJudge, Store, Verdict
 from tasks.leftover_files import delete_files, find_files
 from tasks.runs import load_config_of
@@ -193,7 +193,7 @@ def _held_by_ray(store: Store, run: str) -> Iterator[Item]:
     reason = "nobody drives the run"
     for name in named_actors(run, NAMESPACE):
         yield Item("actor", name, 0, reason, exclusive=True)
-    reservation = _reservation(load_config_of(store.url, run))
+    reservation = reservation_name(load_config_of(store.url, run))
     if is_reserved(reservation):
         yield Item("reservation", reservation, 0, reason, exclusive=True)
 

@@ -13,7 +13,8 @@ from rlhf_core.buffer import find_stage
 from rlhf_core.lineage import Lineage, children
 from rlhf_core.manifests import CheckpointRecord
 from rlhf_core.records import find_record
-from tasks.retention import ROLLOUT_STAGES, committed_versions, first_unshared
+from tasks.progress import committed_versions
+from tasks.retention import ROLLOUT_STAGES, first_unshared
 
 Store = LocalObjectStore | S3ObjectStore
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rlhf_core import layout
 from rlhf_core.lineage import Lineage
-from rlhf_core.manifests import Progress, TargetRecord
+from rlhf_core.manifests import CheckpointRecord, Progress, TargetRecord
 from rlhf_core.ports import ObjectStore
 from rlhf_core.records import find_record
 from rlhf_core.searching import count_without_gaps
@@ -23,3 +23,20 @@ def planned_iterations(store: ObjectStore, lineage: Lineage) -> int:
     target = find_record(store, layout.run_target(lineage.head), TargetRecord)
     wanted = target.iterations if target is not None else int(lineage.record.config["iterations"])
     return max(wanted, load_progress(store, lineage).next_iteration)
+
+
+def newest_checkpoint(store: ObjectStore, lineage: Lineage, version: int, ranks: int) -> CheckpointRecord | None:
+    """The newest committed checkpoint of so many ranks at or before ``version``, of the head or of what it shares."""
+    for branch in (record.run for record in lineage.records):
+        for found in reversed(committed_versions(store, branch)):
+            if found <= version and lineage.branch_of_version(found) == branch:
+                record = find_record(store, layout.checkpoint_commit(branch, found), CheckpointRecord)
+                if record is not None and record.world_size == ranks:
+                    return record
+    return None
+
+
+def committed_versions(store: ObjectStore, branch: str) -> list[int]:
+    """Policy versions of the branch's own committed checkpoints, in order."""
+    versions = (layout.checkpoint_version(key) for key in store.list(layout.checkpoint_commits(branch)))
+    return sorted(version for version in versions if version is not None)

@@ -9,8 +9,8 @@ from rlhf_core.config import RunConfig
 from rlhf_core.errors import CorruptObject, DigestMismatch
 from rlhf_core.manifests import CheckpointRecord, ClusterRef
 from tasks.applying import apply_update
-from tasks.checkpoint import newest_checkpoint
 from tasks.context import StageContext
+from tasks.progress import newest_checkpoint
 
 
 def restore_trainers(config: RunConfig, cluster: ClusterRef, version: int) -> None:

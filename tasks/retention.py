@@ -27,6 +27,7 @@ from rlhf_core.manifests import STAGES, ChildRecord, IterationRecord, RetiredRec
 from rlhf_core.ports import ObjectStore
 from rlhf_core.records import commit_record, find_record
 from rlhf_core.searching import count_without_gaps
+from tasks.progress import committed_versions
 
 #: The stages whose shards retire.
 ROLLOUT_STAGES = ("generate", "score", "advantages")
@@ -65,12 +66,6 @@ def retire(store: ObjectStore, lineage: Lineage, config: RunConfig) -> Retired:
         iterations, deleted = _retire_rollouts(store, lineage, behind, config.storage.keep_rollouts_hours)
         objects += deleted
     return Retired(tuple(old), tuple(iterations), objects)
-
-
-def committed_versions(store: ObjectStore, branch: str) -> list[int]:
-    """Policy versions of the branch's own committed checkpoints, in order."""
-    versions = (layout.checkpoint_version(key) for key in store.list(layout.checkpoint_commits(branch)))
-    return sorted(version for version in versions if version is not None)
 
 
 def first_unshared(store: ObjectStore, branch: str) -> int:

@@ -26,7 +26,7 @@ _READERS = 16
 
 def load_config_of(store_url: str, run: str) -> RunConfig:
     """The configuration that the run was started with. NotCommitted if there is no such run."""
-    store = _open(store_url)
+    store = open_named_store(store_url)
     lineage = load_lineage(store, run)
     config = parse_config(lineage.record.config, origin=f"run {run}")
     storage = config.storage.model_copy(update={"url": store_url})
@@ -35,14 +35,14 @@ def load_config_of(store_url: str, run: str) -> RunConfig:
 
 def list_runs(store_url: str) -> list[RunRow]:
     """All runs of the store, newest first."""
-    store = _open(store_url)
+    store = open_named_store(store_url)
     names = sorted({layout.run_name(key.split("/")[1]) for key in store.list("runs") if key.endswith("/run.json")})
     return sorted((_row(store, run) for run in names), key=lambda row: (str(row.created), row.run), reverse=True)
 
 
 def describe_run(store_url: str, run: str) -> RunView:
     """Everything that `rlhf show` shows."""
-    store = _open(store_url)
+    store = open_named_store(store_url)
     lineage = load_lineage(store, run)
     progress = load_progress(store, lineage)
     done = iteration_records(store, lineage, progress.next_iteration)
@@ -77,9 +77,18 @@ def describe_run(store_url: str, run: str) -> RunView:
     )
 
 
+def where_run_stands(store_url: str, run: str) -> tuple[int, str]:
+    """Finished iterations, and the stage that comes next."""
+    store = open_named_store(store_url)
+    lineage = load_lineage(store, run)
+    progress = load_progress(store, lineage)
+    started = _open_stages(store, lineage, progress.next_iteration)
+    return progress.next_iteration, next((name for name in STAGES if name not in started), "commit")
+
+
 def sample_rollouts(store_url: str, run: str, iteration: int, limit: int) -> list[RolloutSample]:
     """The first rollouts of an iteration, as text, with what the later stages made of them."""
-    store = _open(store_url)
+    store = open_named_store(store_url)
     lineage = load_lineage(store, run)
     stages = [lineage.load(store, iteration, "generate")]
     for name in ("score", "advantages"):
@@ -129,7 +138,8 @@ def iteration_records(store: ObjectStore, lineage: Lineage, count: int) -> list[
         return list(pool.map(lambda key: load_record(store, key, IterationRecord), keys))
 
 
-def _open(store_url: str) -> Any:
+def open_named_store(store_url: str) -> Any:
+    """The store at this URL. StoreError if it is none."""
     try:
         return open_store(store_url)
     except ValueError as error:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from flows.cli.audit import audit
-from flows.cli.errors import EXIT_INTERRUPTED, EXIT_USER, reports_errors, say
+from flows.cli.branches import fork, rerun
+from flows.cli.driving import drive, store_url
+from flows.cli.errors import EXIT_USER, reports_errors, say
 from flows.cli.garbage import gc
-
-if TYPE_CHECKING:
-    from rlhf_core.config import RunConfig
+from flows.cli.options import AsJson, Overrides, RunName, StoreUrl
 
 app = typer.Typer(
     name="rlhf",
@@ -21,13 +21,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-
-RunName = Annotated[str, typer.Argument(metavar="RUN", help="Name of the run.")]
-StoreUrl = Annotated[
-    str | None,
-    typer.Option("--store", metavar="URL", help="A folder or s3://bucket/prefix.  [default: .rlhf/store]"),
-]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 @app.command()
@@ -74,10 +67,7 @@ def down() -> None:
 @reports_errors
 def train(
     preset: Annotated[str, typer.Argument(metavar="PRESET", help="A TOML file, or the name of a preset: laptop, ...")],
-    overrides: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Change a key, as in --set iterations=5"),
-    ] = None,
+    overrides: Overrides = None,
     run: Annotated[
         str | None, typer.Option("--run", metavar="NAME", help="Name of the run; made when left out.")
     ] = None,
@@ -85,7 +75,7 @@ def train(
     """Train a policy. A run that exists already is continued after its last committed stage."""
     from flows.cli.presets import load_run_config
 
-    _drive(load_run_config(preset, overrides or [], run))
+    drive(load_run_config(preset, overrides or [], run))
 
 
 @app.command()
@@ -94,7 +84,7 @@ def resume(run: RunName, store: StoreUrl = None) -> None:
     """Continue a run with the configuration that it was started with."""
     from tasks.runs import load_config_of
 
-    _drive(load_config_of(_store_url(store), run))
+    drive(load_config_of(store_url(store), run))
 
 
 @app.command()
@@ -104,7 +94,7 @@ def runs(store: StoreUrl = None, as_json: AsJson = False) -> None:
     from flows.cli import tables
     from tasks.runs import list_runs
 
-    url = _store_url(store)
+    url = store_url(store)
     rows = list_runs(url)
     if as_json:
         tables.print_json(rows)
@@ -126,7 +116,7 @@ def show(
     from flows.cli import tables
     from tasks.runs import describe_run
 
-    view = describe_run(_store_url(store), run)
+    view = describe_run(store_url(store), run)
     if as_json:
         tables.print_json(tables.run_as_json(view))
         return
@@ -150,7 +140,7 @@ def rollouts(
     from flows.cli import tables
     from tasks.runs import sample_rollouts
 
-    samples = sample_rollouts(_store_url(store), run, iteration, limit)
+    samples = sample_rollouts(store_url(store), run, iteration, limit)
     if as_json:
         tables.print_json(samples)
         return
@@ -168,7 +158,7 @@ def doctor(store: StoreUrl = None, as_json: AsJson = False) -> None:
     from flows.cli import tables
     from infra.doctor import run_checks
 
-    checks = run_checks(_store_url(store))
+    checks = run_checks(store_url(store))
     if as_json:
         tables.print_json([asdict(check) for check in checks])
     else:
@@ -177,41 +167,10 @@ def doctor(store: StoreUrl = None, as_json: AsJson = False) -> None:
         raise typer.Exit(EXIT_USER)
 
 
+app.command()(rerun)
+app.command()(fork)
 app.command()(gc)
 app.command()(audit)
-
-
-def _store_url(url: str | None) -> str:
-    if url is not None:
-        return url
-    from rlhf_core.config.place import StorageConfig
-
-    return StorageConfig().url
-
-
-def _drive(config: RunConfig) -> None:
-    """Check, bring up or find the services, train, print the result."""
-    from tasks.preflight import check_before_start
-
-    check_before_start(config)
-    try:
-        from flows.cli.session import open_session
-
-        session = open_session(say)
-        say(f"run {config.run_id}: watch it at {session.ui_url}")
-        # Only now: Prefect and Ray read the environment when they are imported.
-        from flows.train_rlhf import train_rlhf
-
-        summary = train_rlhf(config)
-    except KeyboardInterrupt:
-        store = f" --store {config.storage.url}" if config.storage.url != _store_url(None) else ""
-        say(f"rlhf: interrupted; what is committed is kept. Continue with: rlhf resume {config.run_id}{store}")
-        raise typer.Exit(EXIT_INTERRUPTED) from None
-    from flows.cli import tables
-
-    tables.stdout_console().print(tables.summary_table(summary))
-    if session.local:
-        say(f"the UI stays at {session.ui_url} until `rlhf down`")
 
 
 def main() -> None:

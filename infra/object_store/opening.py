@@ -15,11 +15,13 @@ _PROBE_BOUNDS = Bounds(connect_seconds=4.0, read_seconds=6.0, attempts=1)
 
 
 @overload
-def open_store(url: str) -> LocalObjectStore | S3ObjectStore: ...
+def open_store(url: str) -> LocalObjectStore | S3ObjectStore:
+    """The store itself."""
 
 
 @overload
-def open_store(url: str, patience_seconds: float) -> LocalObjectStore | S3ObjectStore | PatientStore: ...
+def open_store(url: str, patience_seconds: float) -> LocalObjectStore | S3ObjectStore | PatientStore:
+    """Wrapped where patience is asked for."""
 
 
 def open_store(url: str, patience_seconds: float = 0.0) -> LocalObjectStore | S3ObjectStore | PatientStore:

@@ -21,7 +21,7 @@ _LOG = logging.getLogger(__name__)
 _FIRST_PAUSE = 0.25  # seconds; doubles up to the longest
 _LONGEST_PAUSE = 10.0
 _FINAL = (FileNotFoundError, PermissionError, FileExistsError, IsADirectoryError, NotADirectoryError)
-_PASSING_STATUS = frozenset({408, 409, 425, 429})  # of the 4xx those that mean "later"
+_PASSING_STATUS = frozenset({307, 408, 409, 425, 429})  # of the 3xx and 4xx those that mean "later"
 _PASSING_CODES = frozenset({"RequestTimeout"})  # S3 answers 400 for a body that came too slowly
 
 
@@ -153,7 +153,7 @@ def may_pass(error: OSError) -> bool:
 def _status_may_pass(status: int, error: OSError) -> bool:
     if status == 501:  # a server without this operation
         return False
-    if not 400 <= status < 500 or status in _PASSING_STATUS:
+    if not 300 <= status < 500 or status in _PASSING_STATUS:
         return True
     return error_code(error) in _PASSING_CODES or was_damaged(error)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import http.client
 import re
 
@@ -50,6 +51,8 @@ def error_code(error: BaseException | None) -> str:
 def explain(error: BaseException, url: str, key: str) -> OSError:
     """A built-in OSError (FileNotFoundError, PermissionError, ConnectionError, ...) with a message for people."""
     code, name = error_code(error), type(error).__name__
+    if name == "FlexibleChecksumError":
+        return OSError(errno.EBADMSG, f"{url}: {key!r} does not match the server's own checksum, also when read again")
     where = f"{url}: {key!r}" if key else url
     if code == "NoSuchBucket" or (code in _MISSING_CODES and not key):
         message = f"{url}: the bucket does not exist: create it, or correct the url or the endpoint"

@@ -153,14 +153,22 @@ def parse_config(raw: Mapping[str, Any], origin: str = "config") -> RunConfig:
         raise ConfigError(f"{origin}:\n" + "\n".join(f"  {line}" for line in _explain(error))) from None
 
 
-def contradictions(stored: RunConfig, wanted: RunConfig) -> list[str]:
+def override_config(config: RunConfig, overrides: Sequence[str]) -> RunConfig:
+    """The configuration with ``section.key=value`` overrides. ConfigError as for a preset."""
+    raw = config.model_dump(mode="json")
+    for override in overrides:
+        _apply_override(raw, override)
+    return parse_config(raw, origin="--set")
+
+
+def contradictions(stored: RunConfig, wanted: RunConfig, changeable: Sequence[str] = CHANGEABLE) -> list[str]:
     """Keys in which a resumed run would differ from the run it continues, as ``key: stored -> wanted``."""
     old, new = dict(_flat(stored.model_dump(mode="json"))), dict(_flat(wanted.model_dump(mode="json")))
     keys = [k for k in sorted(old.keys() | new.keys()) if old.get(k) != new.get(k)]
     return [
         f"{key}: {old.get(key)!r} -> {new.get(key)!r}"
         for key in keys
-        if not any(key == allowed or key.startswith(f"{allowed}.") for allowed in CHANGEABLE)
+        if not any(key == allowed or key.startswith(f"{allowed}.") for allowed in changeable)
     ]
 
 

@@ -138,7 +138,9 @@ class Remedies:
             delete = f"delete {finding.key}, then " if finding.kind != "missing" else ""
             return f"{_INTACT[first]}: {delete}`rlhf resume {self._name}` commits the iteration again"
         why = _INTACT[first] if first == stage else f"its input, stage {first}, is damaged too"
-        advice = f"{why}: `rlhf rerun {self._name} --iteration {iteration} --from {first}`"
+        begin = "sync" if first == "commit" else first  # a rerun cannot begin with the commit alone
+        copy = "take it from a copy of the store, or " if first == "commit" else ""
+        advice = f"{why}: {copy}`rlhf rerun {self._name} --iteration {iteration} --from {begin}`"
         if not last:
             advice += " (later iterations are then made again)"
         needed = iteration + 1 if first in ("sync", "commit") else iteration

@@ -109,7 +109,8 @@ def _number(branch: str) -> int:
 def _revisions(reader: Reader, name: str) -> tuple[int, dict[int, RevisionRecord]]:
     """The number of the newest rerun, also if its record is damaged, and the records that are intact."""
     keys = reader.store.list(layout.revision(name, 1).rpartition("/")[0])
-    newest = max((int(key.rpartition("/")[2].removesuffix(".json")) for key in keys), default=0)
+    stems = [key.rpartition("/")[2].removesuffix(".json") for key in keys]
+    newest = max((int(stem) for stem in stems if stem.isdigit()), default=0)
     found = {}
     for number in range(1, newest + 1):
         key, branch = layout.revision(name, number), layout.branch(name, number)
@@ -140,7 +141,8 @@ def _branch_record(reader: Reader, branch: str, revision: RevisionRecord | None)
 def _record_remedy(store: ObjectStore, branch: str) -> str:
     number = _number(branch)
     if number:
-        return f"{layout.revision(layout.run_name(branch), number)} says where the branch begins, its parent's run.json the rest: {_COPY}"
+        revision = layout.revision(layout.run_name(branch), number)
+        return f"{revision} says where the branch begins, its parent's run.json the rest: {_COPY}"
     if store.exists(layout.stage_commit(branch, 0, "generate")):
         return f"delete it if it is there; `rlhf train PRESET --run {branch}` with the run's preset writes it again"
     return f"if it was a fork, children/{branch}.json of its parent says where it begins: {_COPY}"
@@ -148,7 +150,7 @@ def _record_remedy(store: ObjectStore, branch: str) -> str:
 
 def _extent(store: ObjectStore, branch: str) -> str:
     folder = layout.iteration_root(branch, 0).rpartition("/")[0]
-    numbers = sorted({int(key.split("/")[3]) for key in store.list(folder)})
+    numbers = sorted({int(part) for key in store.list(folder) if (part := key.split("/")[3]).isdigit()})
     return f"it has objects of the iterations {numbers[0]} to {numbers[-1]}" if numbers else "it has no iterations"
 
 
@@ -231,6 +233,8 @@ def survey(store: ObjectStore, lineage: Lineage) -> Survey:
 
 def _survey_iteration(result: Survey, lineage: Lineage, branch: str, key: str) -> None:
     _, _, _, number, *rest = key.split("/")
+    if not number.isdigit() or not rest:
+        return  # nothing that a run writes
     iteration = int(number)
     if rest == ["RETIRED.json"]:
         result.retired[branch].add(iteration)

@@ -145,7 +145,7 @@ def test_killed_actors_are_restored_by_replay_and_then_from_a_checkpoint(chain):
     assert "reattached" not in replay + checkpoint
     for iteration in range(6):
         assert f"replayed the update of iteration {iteration}" in replay
-    assert "checkpoint" not in replay
+    assert "loaded the checkpoint" not in replay
     assert "loaded the checkpoint of policy version 6" in checkpoint
     assert "replayed" not in checkpoint
 

@@ -188,7 +188,8 @@ class Ranks:
         algorithm = part(AlgorithmConfig)
         settings = TrainerSettings(
             model=str(model), dtype="float32", device="cpu", rank=0, world_size=self.world, master=self.master,
-            optim=part(OptimConfig), algorithm=algorithm, reference=algorithm.kl_coef > 0, temperature=1.0, max_new_tokens=MAX_NEW_TOKENS,
+            optim=part(OptimConfig), algorithm=algorithm, reference=algorithm.kl_coef > 0,
+            temperature=1.0, max_new_tokens=MAX_NEW_TOKENS,
             seed=0, timeout_seconds=self.timeout_seconds,
         )  # fmt: skip
         settings = replace(settings, **changes)

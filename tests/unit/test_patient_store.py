@@ -131,7 +131,7 @@ def s3_error(code, status):
         ("AccessDenied", 403, False),
         ("InvalidAccessKeyId", 403, False),
         ("RequestTimeTooSkewed", 403, False),
-        ("PermanentRedirect", 301, True),
+        ("PermanentRedirect", 301, False),
         ("InvalidRequest", 400, False),
         ("EntityTooLarge", 400, False),
         ("NotImplemented", 501, False),
@@ -163,7 +163,7 @@ def test_which_other_errors_may_pass(tmp_path):
 )
 def test_patience_ends(tmp_path, error, kind):
     inner = Flaky(tmp_path, times=10**9, error=error)
-    with pytest.raises(kind, match=r"\(tried [2-9] times in \d s\)") as caught:
+    with pytest.raises(kind, match=r"\(tried \d+ times in \d+ s\)") as caught:
         PatientStore(inner, 0.6).get("a")
     assert type(caught.value) is kind
     assert (error.strerror or str(error)) in str(caught.value)

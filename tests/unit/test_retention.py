@@ -12,7 +12,8 @@ from rlhf_core.errors import NotCommitted
 from rlhf_core.lineage import load_lineage
 from rlhf_core.manifests import CheckpointRecord, IterationRecord, RetiredRecord
 from rlhf_core.records import commit_record, find_record, load_record
-from tasks.retention import Retired, committed_versions, require_experience, retire
+from tasks.progress import committed_versions
+from tasks.retention import Retired, require_experience, retire
 from tests.fixtures.stored_run import StoredRun
 
 
