@@ -61,5 +61,6 @@ def fork_rlhf(
         overrides: settings that differ from there on, as section.key=value.
         store: where the run is: a folder or s3://bucket/prefix.
     """
-    name = new_run or f"{run[:40]}-fork-{str(flow_run.get_id())[:8]}"
+    parent = run.replace("~", "-")[:40]  # a fork of an older revision is a run of its own
+    name = new_run or f"{parent}-fork-{str(flow_run.get_id())[:8]}"
     return train_rlhf(start_fork(store, run, iteration, from_stage, name, overrides or []))

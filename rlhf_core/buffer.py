@@ -128,12 +128,15 @@ def _shards_in_order(where: str, shards: Sequence[Shard]) -> tuple[Shard, ...]:
 
 def _segments_in_order(where: str, segments: Sequence[Shard]) -> tuple[Shard, ...]:
     """By their first group; ``first_row`` then counts the rows as they lie, which only identifies a segment."""
+    whole = next((segment.key for segment in segments if not segment.groups), None)
+    if whole is not None:
+        raise ValueError(f"{where}: {whole} names no groups, other shards do")
     groups = sorted(group for segment in segments for group in segment.groups)
     wrong = next((n for n, group in enumerate(groups) if n != group), None)
     if wrong is not None:
         problem = "there twice" if groups[wrong] < wrong else "missing"
         raise ValueError(f"{where}: group {min(wrong, groups[wrong])} is {problem} in its {len(segments)} segments")
-    sizes = {segment.rows / max(1, len(segment.groups)) for segment in segments}
+    sizes = {segment.rows / len(segment.groups) for segment in segments}
     if len(sizes) != 1 or not sizes.pop().is_integer():
         raise ValueError(f"{where}: its segments hold groups of different sizes: {[s.key for s in segments][:4]}")
     ordered, first = [], 0

@@ -5,6 +5,7 @@
     runs/{branch}/                                      a run's name; after a rerun NAME~1, NAME~2, ... beside it
         run.json                                        the branch's record (configuration, lineage)
         revisions/{revision}.json                       put-if-absent, below the name: the highest one is the run's head
+        base.json                                       put-if-absent: weights that a branch of another topology begins with
         children/{branch}.json                          put-if-absent: who shares the stages of this branch, and up to where
         lease/{epoch}.json, lease/{epoch}.beat.json     who drives the run; below the name
         prompts/{name}
@@ -88,6 +89,11 @@ def check_relpath(relpath: str) -> str:
 def run_root(run: str) -> str:
     """Folder of a branch of a run."""
     return f"runs/{check_branch(run)}"
+
+
+def base(run: str) -> str:
+    """The record of the weights that a branch with another topology than its parent's begins with."""
+    return f"{run_root(run)}/base.json"
 
 
 def revision(run: str, number: int) -> str:

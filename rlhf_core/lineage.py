@@ -7,8 +7,10 @@ stage belongs to follows from the positions where the branches begin.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from typing import Any
 
 from rlhf_core import layout
 from rlhf_core.buffer import find_stage, load_stage
@@ -66,6 +68,18 @@ class Lineage:
         """First iteration whose record the head has to write itself: all before it are finished."""
         parent = self.record.parent
         return parent.iteration if parent is not None else 0
+
+    def base_version(self) -> int:
+        """Policy version that the head begins with."""
+        parent = self.record.parent
+        if parent is None:
+            return 0
+        return parent.iteration + (STAGES.index(parent.stage) > STAGES.index("update"))
+
+    def is_exact(self, iteration: int) -> bool:
+        """Whether the head's ranks, threads and devices are those that made the update of this iteration."""
+        here, there = self.record.config["resources"], self.owner(iteration, "update").config["resources"]
+        return all(here[key] == there[key] for key in ("trainer_ranks", "threads", "device"))
 
     def find(self, store: ObjectStore, iteration: int, stage: str) -> StageManifest | None:
         """The committed manifest of a stage, wherever it lies; None if there is none."""
@@ -132,10 +146,18 @@ def start_branch(store: ObjectStore, record: RunRecord) -> RunRecord:
     return sealed
 
 
-def start_revision(store: ObjectStore, lineage: Lineage, parent: ParentRef, by: str, request: str) -> RevisionRecord:
+def start_revision(
+    store: ObjectStore,
+    lineage: Lineage,
+    parent: ParentRef,
+    by: str,
+    request: str = "",
+    changes: Mapping[str, Any] | None = None,
+) -> RevisionRecord:
     """Make a new head of the run that goes on from ``parent``, a place in its lineage. The caller holds the lease.
 
-    A ``request`` that made the newest revision already makes no other one: its record is returned.
+    A ``request`` that made the newest revision already makes no other one: its record is returned. ``changes``: top-level
+    keys of the configuration (``iterations``, ``resources``) that differ from the head's from there on.
     """
     run = layout.run_name(lineage.head)
     number = current_revision(store, run) + 1
@@ -144,8 +166,15 @@ def start_revision(store: ObjectStore, lineage: Lineage, parent: ParentRef, by: 
         if newest.request == request:
             return newest
     created = datetime.now(UTC).isoformat(timespec="seconds")
+    config = {**lineage.record.config, **(changes or {})}
     branch = lineage.record.model_copy(
-        update={"run": layout.branch(run, number), "created": created, "parent": parent, "digest": ""}
+        update={
+            "run": layout.branch(run, number),
+            "created": created,
+            "config": config,
+            "parent": parent,
+            "digest": "",
+        }
     )
     start_branch(store, branch)
     record = RevisionRecord(run=run, revision=number, parent=parent, created=created, by=by, request=request)

@@ -100,6 +100,16 @@ class ChildRecord(Manifest):
     digest: str = ""
 
 
+class BaseRecord(Manifest):
+    """``base.json``: the weights that a branch begins with, where another topology replayed its parent's updates."""
+
+    format: int = FORMAT_VERSION
+    run: str
+    policy_version: int = Field(ge=0)
+    weights_digest: str
+    digest: str = ""
+
+
 class GuardRecord(Manifest):
     """``GUARD.json``: an update of this iteration went out of bounds and was rolled back; the batch is to be left out."""
 

@@ -8,8 +8,9 @@ misses is generated again, and only the stage's manifest says which ones count.
 
 from __future__ import annotations
 
+import errno
 import logging
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,10 +52,15 @@ def prepare_segment(writer: StageWriter, rollouts: pa.Table, identity: str) -> t
     return writer.prepare(marked, groups[0] * (rollouts.num_rows // len(groups)), groups)
 
 
-def find_segments(store: ObjectStore, run: str, iteration: int, identity: str) -> list[Segment]:
-    """Intact segments that earlier attempts at this request left, no group twice. Damaged ones are logged and left out."""
+def find_segments(
+    store: ObjectStore, run: str, iteration: int, identity: str, known: Collection[int] = ()
+) -> list[Segment]:
+    """Intact segments that earlier attempts at this request left, no group twice. Damaged ones are logged and left out.
+
+    ``known``: groups that the caller has already; segments that hold any of them are left out too.
+    """
     found: list[Segment] = []
-    known: set[int] = set()
+    known = set(known)
     for key in store.list(layout.stage_data(run, iteration, _STAGE)):
         try:
             segment = _read(store, key, identity)
@@ -88,6 +94,10 @@ def _read(store: ObjectStore, key: str, identity: str) -> Segment | None:
         data = store.get(key)
     except FileNotFoundError:
         return None
+    except OSError as error:
+        if error.errno != errno.EBADMSG:
+            raise
+        raise CorruptObject(f"{key}: {error}") from None
     content = digest(data)
     if not key.removesuffix(".arrow").endswith(content[: layout.DIGEST_CHARACTERS]):
         raise CorruptObject(f"{key} in {store.url} has blake3 {content}, its name says something else")

@@ -13,7 +13,7 @@ from rlhf_core.lineage import Lineage, load_lineage, require_reached, start_bran
 from rlhf_core.manifests import STAGES, ParentRef, RunRecord
 from rlhf_core.ports import ObjectStore
 from rlhf_core.records import find_record
-from tasks.progress import newest_checkpoint, planned_iterations
+from tasks.progress import newest_checkpoint, next_stage, planned_iterations
 from tasks.retention import require_experience
 from tasks.runs import load_config_of, open_named_store
 
@@ -22,6 +22,10 @@ FIRST_STAGES = STAGES[:-1]
 
 #: Keys of which a fork needs the parent's values, because it shares prompts and weights.
 _SHARED = ("model", "prompts", "seed", "storage.url")
+
+#: Stages that read rollouts of the same iteration, and what a fork that begins there shares with them.
+_READ_ROLLOUTS = ("score", "advantages", "update")
+_SAMPLED_WITH = ("generate.prompts_per_iteration", "generate.samples_per_prompt", "generate.temperature")
 
 
 def rerun(store_url: str, run: str, iteration: int, stage: str, request: str = "") -> RunConfig:
@@ -37,7 +41,34 @@ def rerun(store_url: str, run: str, iteration: int, stage: str, request: str = "
         lineage = load_lineage(store, run)
         parent = ParentRef(run=lineage.head, iteration=iteration, stage=stage)
         require_replayable(store, lineage, iteration, stage)
-        start_revision(store, lineage, parent, str(holder), request)
+        # The number that was asked for last belongs to the head of before.
+        planned = max(planned_iterations(store, lineage), iteration + 1)
+        start_revision(store, lineage, parent, str(holder), request, {"iterations": planned})
+    return load_config_of(store_url, run)
+
+
+def change_topology(store_url: str, run: str, overrides: Sequence[str]) -> RunConfig:
+    """Let the run go on where it stands with other ``resources``, as a new revision; returns its configuration.
+
+    Nothing is generated, scored or trained twice. The updates from here on are not bit by bit what they would have been:
+    another number of ranks or threads adds gradients in another order. ConfigError for keys outside ``resources``.
+    """
+    store = open_named_store(store_url)
+    lineage = load_lineage(store, run)
+    before = parse_config(lineage.record.config, origin=f"run {run}")
+    config = override_config(before, overrides)
+    others = [line for line in contradictions(before, config, changeable=("resources",)) if line]
+    if others or config.resources == before.resources:
+        what = "\n".join(f"  {line}" for line in others) or "  nothing changes"
+        raise ConfigError(f"a new topology changes keys of `resources` and nothing else, but here:\n{what}")
+    holder = Holder.current()
+    with Lease.acquire(store, run, holder):
+        iteration, stage = next_stage(store, lineage)
+        require_replayable(store, lineage, iteration, stage)
+        parent = ParentRef(run=lineage.head, iteration=iteration, stage=stage)
+        planned = max(planned_iterations(store, lineage), iteration + 1)
+        changes = {"iterations": planned, "resources": config.model_dump(mode="json")["resources"]}
+        start_revision(store, lineage, parent, str(holder), changes=changes)
     return load_config_of(store_url, run)
 
 
@@ -52,24 +83,27 @@ def fork(store_url: str, run: str, iteration: int, stage: str, name: str, overri
     parent = ParentRef(run=lineage.head, iteration=iteration, stage=stage)
     config = override_config(parse_config(lineage.record.config, origin=f"run {run}"), overrides)
     config = config.model_copy(update={"run": name})
-    _require_shared(lineage, config)
+    _require_shared(lineage, iteration, stage, config)
+    existing = find_record(store, layout.run_record(layout.check_run(name)), RunRecord)
     if "iterations" not in {item.partition("=")[0].strip() for item in overrides}:
-        config = config.model_copy(update={"iterations": max(planned_iterations(store, lineage), iteration + 1)})
+        planned = max(planned_iterations(store, lineage), iteration + 1)
+        # The parent may have been asked for more since; the fork stays what it is.
+        planned = planned if existing is None else int(existing.config["iterations"])
+        config = config.model_copy(update={"iterations": planned})
     record = RunRecord(
-        run=layout.check_run(name),
+        run=name,
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         config=config.model_dump(mode="json"),
         versions=lineage.record.versions,
         prompts=lineage.record.prompts,
         parent=parent,
     )
-    existing = find_record(store, layout.run_record(name), RunRecord)
     if existing is None:
         start_branch(store, record)  # before the check: from here on retention sees what the fork shares
         try:
             require_replayable(store, load_lineage(store, name), iteration, stage)
         except NotCommitted:
-            store.delete([layout.run_record(name)])
+            store.delete([layout.run_record(name), *(layout.child(shared.run, name) for shared in lineage.records)])
             raise
     elif (existing.parent, existing.config) != (parent, record.config):
         raise ConfigError(f"run {name!r} exists already and is not this fork: choose another name (--run NAME)")
@@ -79,8 +113,7 @@ def fork(store_url: str, run: str, iteration: int, stage: str, name: str, overri
 def require_replayable(store: ObjectStore, lineage: Lineage, iteration: int, stage: str) -> None:
     """NotCommitted if the policy version that ``stage`` begins with cannot be restored any more."""
     version = iteration + (STAGES.index(stage) > STAGES.index("update"))
-    ranks = int(lineage.owner(iteration, stage).config["resources"]["trainer_ranks"])
-    checkpoint = newest_checkpoint(store, lineage, version, ranks)
+    checkpoint = newest_checkpoint(store, lineage, version)
     require_experience(store, lineage, range(checkpoint.policy_version if checkpoint else 0, version))
     if STAGES.index(stage) > 0:
         require_experience(store, lineage, [iteration])
@@ -96,16 +129,30 @@ def _checked(store: ObjectStore, run: str, iteration: int, stage: str) -> Lineag
     return lineage
 
 
-def _require_shared(lineage: Lineage, config: RunConfig) -> None:
-    before = parse_config(lineage.record.config)
+def _require_shared(lineage: Lineage, iteration: int, stage: str, config: RunConfig) -> None:
+    """ConfigError naming the keys in which a fork cannot differ from what it shares."""
+    own = "start a run of its own instead: rlhf train"
+    _require_same(lineage.record, config, _SHARED, "a fork shares the parent's prompts and weights", own)
+    if stage in _READ_ROLLOUTS:
+        sampled = lineage.owner(iteration, "generate")
+        reason = f"stage {stage!r} reads the parent's rollouts of iteration {iteration}"
+        _require_same(sampled, config, _SAMPLED_WITH, reason, "fork from stage generate instead")
+    if stage == "update" and config.algorithm.kl_coef:
+        scored = lineage.owner(iteration, "advantages")
+        if not parse_config(scored.config).algorithm.kl_coef:
+            raise ConfigError(
+                f"algorithm.kl_coef = {config.algorithm.kl_coef}, but the parent's experience of iteration {iteration} "
+                "holds no reference logprobs: fork from stage advantages instead"
+            )
+
+
+def _require_same(record: RunRecord, config: RunConfig, keys: Sequence[str], reason: str, fix: str) -> None:
+    before = parse_config(record.config)
     wrong = [
         line
         for line in contradictions(before, config, changeable=())
-        if any(line.startswith((f"{key}:", f"{key}.")) for key in _SHARED)
+        if any(line.startswith((f"{key}:", f"{key}.")) for key in keys)
     ]
     if wrong:
-        raise ConfigError(
-            "a fork shares the parent's prompts and weights, so these cannot change:\n"
-            + "\n".join(f"  {line}" for line in wrong)
-            + "\nstart a run of its own instead: rlhf train"
-        )
+        lines = "\n".join(f"  {line}" for line in wrong)
+        raise ConfigError(f"{reason}, so these cannot change:\n{lines}\n{fix}")

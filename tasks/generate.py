@@ -123,10 +123,8 @@ def _collect(gathered: _Gathered, results: Iterable[StageResult | WorkerDied]) -
 
 def _after_deaths(context: StageContext, identity: str, gathered: _Gathered, dead: Sequence[WorkerDied]) -> _Gathered:
     """What the dead engines made durable counts too; their other groups go to the engines that live."""
-    known = {shard.key for shard in gathered.shards}
-    found = [
-        s for s in find_segments(context.store, context.run, context.iteration, identity) if s.shard.key not in known
-    ]
+    known = {group for shard in gathered.shards for group in shard.groups}
+    found = find_segments(context.store, context.run, context.iteration, identity, known)
     for error in dead:
         get_run_logger().warning("%s: its unfinished groups go to the other engines", error)
     return _Gathered(

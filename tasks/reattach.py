@@ -11,7 +11,8 @@ from rlhf_core import layout
 from rlhf_core.actors.group import ActorGroup, kill, statuses
 from rlhf_core.config import RunConfig
 from rlhf_core.errors import RLHFError
-from rlhf_core.manifests import ClusterRef
+from rlhf_core.manifests import BaseRecord, ClusterRef
+from rlhf_core.records import find_record
 from tasks.context import StageContext
 from tasks.progress import load_progress
 from tasks.sync import push_weights
@@ -50,12 +51,23 @@ def find_position(config: RunConfig, cluster: ClusterRef) -> Position:
     store, lineage = context.store, context.lineage
     progress = load_progress(store, lineage)
     version, open_iteration = progress.policy_version, progress.next_iteration
-    digest = lineage.load(store, version - 1, "update").details["weights_digest"] if version else None
+    digest = _weights(context, version)
     pending = None
     if version == open_iteration and not store.exists(layout.guard(context.run, open_iteration)):
         experience = lineage.find(store, open_iteration, "advantages")
         pending = experience.digest if experience is not None else None
     return Position(version, digest, pending)
+
+
+def _weights(context: StageContext, version: int) -> str | None:
+    """Digest of this policy version as the run's topology has it; None for the model folder's weights."""
+    if not version:
+        return None
+    lineage = context.lineage
+    if version == lineage.base_version() and not lineage.is_exact(version - 1):
+        base = find_record(context.store, layout.base(context.run), BaseRecord)
+        return base.weights_digest if base is not None else "not restored yet"
+    return str(lineage.load(context.store, version - 1, "update").details["weights_digest"])
 
 
 def claim_intact(config: RunConfig, cluster: ClusterRef, where: Position) -> Kept:
@@ -81,8 +93,9 @@ def claim_intact(config: RunConfig, cluster: ClusterRef, where: Position) -> Kep
 def bring_engines(config: RunConfig, cluster: ClusterRef, where: Position) -> None:
     """Push the run's policy version to all engines, unless the ranks are one update ahead: then the sync stage will."""
     context = StageContext(config, cluster, where.version - 1, attempt="restore")
-    if {status["version"] for status in context.trainers.call_status(context.deadline)} == {where.version}:
-        push_weights(context, where.version, str(where.digest))
+    held = context.trainers.call_status(context.deadline)
+    if {status["version"] for status in held} == {where.version}:
+        push_weights(context, where.version, held[0]["digest"])
 
 
 def _settled(config: RunConfig, cluster: ClusterRef, names: list[str]) -> dict[str, dict[str, Any]]:

@@ -7,7 +7,8 @@ from prefect.logging import get_run_logger
 from rlhf_core import layout
 from rlhf_core.config import RunConfig
 from rlhf_core.errors import CorruptObject, DigestMismatch
-from rlhf_core.manifests import CheckpointRecord, ClusterRef
+from rlhf_core.manifests import BaseRecord, CheckpointRecord, ClusterRef
+from rlhf_core.records import commit_record
 from tasks.applying import apply_update
 from tasks.context import StageContext
 from tasks.progress import newest_checkpoint
@@ -26,13 +27,28 @@ def restore_trainers(config: RunConfig, cluster: ClusterRef, version: int) -> No
         replay = StageContext(config, cluster, iteration, attempt="restore")
         recorded = replay.stage("update").details
         found = apply_update(replay, skipped=recorded.get("skipped")).details["weights_digest"]
-        if found != recorded["weights_digest"]:
-            raise DigestMismatch(
-                f"replaying the update of iteration {iteration} gave weights {found}, recorded were "
-                f"{recorded['weights_digest']}: this run cannot be continued exactly here (other hardware, library "
-                "versions or number of ranks or threads?)"
-            )
+        if context.lineage.is_exact(iteration):
+            _require_same(f"replaying the update of iteration {iteration}", found, recorded["weights_digest"])
         get_run_logger().info("replayed the update of iteration %d", iteration)
+    base = context.lineage.base_version()
+    if start <= base == version and base and not context.lineage.is_exact(base - 1):
+        _agree_on_base(context, base)
+
+
+def _require_same(what: str, found: str, recorded: str) -> None:
+    if found != recorded:
+        raise DigestMismatch(
+            f"{what} gave weights {found}, recorded were {recorded}: this run cannot be continued exactly here (other "
+            "hardware, library versions or number of ranks or threads?)"
+        )
+
+
+def _agree_on_base(context: StageContext, version: int) -> None:
+    """Write down what weights this topology begins with; whoever restores it again has to come to the same ones."""
+    digests = {status["digest"] for status in context.trainers.call_status(context.deadline)}
+    record = BaseRecord(run=context.run, policy_version=version, weights_digest=digests.pop())
+    known, _ = commit_record(context.store, layout.base(context.run), record)
+    _require_same(f"restoring policy version {version}", record.weights_digest, known.weights_digest)
 
 
 def _load_newest(context: StageContext, version: int) -> int:
@@ -42,7 +58,7 @@ def _load_newest(context: StageContext, version: int) -> int:
     """
     limit = version
     while limit > 0:
-        record = newest_checkpoint(context.store, context.lineage, limit, len(context.cluster.trainers))
+        record = newest_checkpoint(context.store, context.lineage, limit)
         if record is None:
             return 0
         try:

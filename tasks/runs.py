@@ -18,7 +18,7 @@ from rlhf_core.prompts.table import PromptTable
 from rlhf_core.records import find_record, load_record
 from rlhf_core.schema import COMPONENT
 from rlhf_core.views import IterationView, RolloutSample, RunRow, RunView
-from tasks.progress import load_progress, planned_iterations
+from tasks.progress import load_progress, next_stage, planned_iterations
 
 #: Small objects read at once.
 _READERS = 16
@@ -80,10 +80,7 @@ def describe_run(store_url: str, run: str) -> RunView:
 def where_run_stands(store_url: str, run: str) -> tuple[int, str]:
     """Finished iterations, and the stage that comes next."""
     store = open_named_store(store_url)
-    lineage = load_lineage(store, run)
-    progress = load_progress(store, lineage)
-    started = _open_stages(store, lineage, progress.next_iteration)
-    return progress.next_iteration, next((name for name in STAGES if name not in started), "commit")
+    return next_stage(store, load_lineage(store, run))
 
 
 def sample_rollouts(store_url: str, run: str, iteration: int, limit: int) -> list[RolloutSample]:

@@ -21,6 +21,12 @@ def store_url(url: str | None) -> str:
     return StorageConfig().url
 
 
+def resume_command(config: RunConfig) -> str:
+    """What continues the run."""
+    store = f" --store {config.storage.url}" if config.storage.url != store_url(None) else ""
+    return f"rlhf resume {config.run_id}{store}"
+
+
 def drive(config: RunConfig) -> None:
     """Check, bring up or find the services, train, print the result."""
     from tasks.preflight import check_before_start
@@ -38,8 +44,7 @@ def drive(config: RunConfig) -> None:
         with run_bar(config):
             summary = train_rlhf(config)
     except KeyboardInterrupt:
-        store = f" --store {config.storage.url}" if config.storage.url != store_url(None) else ""
-        say(f"rlhf: interrupted; what is committed is kept. Continue with: rlhf resume {config.run_id}{store}")
+        say(f"rlhf: interrupted; what is committed is kept. Continue with: {resume_command(config)}")
         raise typer.Exit(EXIT_INTERRUPTED) from None
     from flows.cli import tables
 

@@ -80,10 +80,25 @@ def train(
 
 @app.command()
 @reports_errors
-def resume(run: RunName, store: StoreUrl = None) -> None:
+def resume(
+    run: RunName,
+    store: StoreUrl = None,
+    new_topology: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--new-topology",
+            metavar="KEY=VALUE",
+            help="Go on with other resources, as in --new-topology resources.trainer_ranks=4; no longer bit-identical.",
+        ),
+    ] = None,
+) -> None:
     """Continue a run with the configuration that it was started with."""
+    from tasks.branching import change_topology
     from tasks.runs import load_config_of
 
+    if new_topology:
+        change_topology(store_url(store), run, new_topology)
+        say(f"run {run} goes on with another topology: from here on it is no longer bit by bit what it would have been")
     drive(load_config_of(store_url(store), run))
 
 

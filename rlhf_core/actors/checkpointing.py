@@ -7,6 +7,7 @@ waits for the store inside a collective. The driver publishes the checkpoint onc
 from __future__ import annotations
 
 import logging
+import pickle
 import shutil
 import threading
 from collections.abc import Iterable, Sequence
@@ -92,21 +93,25 @@ def files_of_rank(files: Iterable[StoredFile], rank: int) -> list[StoredFile]:
     return [file for file in files if _rank_of(Path(file.path)) == rank]
 
 
-def fetch(store: ObjectStore, files: Sequence[StoredFile], rank: int, folder: Path) -> None:
-    """Bring this rank's files to ``folder``, verified and free of anything that would run code when it is loaded."""
-    mine = files_of_rank(files, rank)
+def fetch(store: ObjectStore, files: Sequence[StoredFile], rank: int | None, folder: Path) -> None:
+    """Bring this rank's files (all of them for None) to ``folder``, verified and free of what would run code when loaded."""
+    mine = list(files) if rank is None else files_of_rank(files, rank)
     download_files(store, mine, folder)
     for file in mine:
         require_harmless(folder / file.path, file.key)
 
 
 def require_harmless(path: Path, key: str) -> None:
-    """CorruptObject if the pickle at ``path`` names anything but what DeepSpeed's files are known to hold."""
+    """CorruptObject if the pickle at ``path`` names anything but what DeepSpeed's files are known to hold, or is none of
+    ``torch.save``'s: the loader would unpickle other files as well."""
     if path.suffix != ".pt":
         return
     from torch.serialization import get_unsafe_globals_in_checkpoint
 
-    found = set(get_unsafe_globals_in_checkpoint(str(path))) - _KNOWN_GLOBALS
+    try:
+        found = set(get_unsafe_globals_in_checkpoint(str(path))) - _KNOWN_GLOBALS
+    except (ValueError, EOFError, RuntimeError, pickle.UnpicklingError) as error:
+        raise CorruptObject(f"{key} is no file that torch.save writes: {error}; refused") from None
     if found:
         raise CorruptObject(
             f"{key} would run {', '.join(sorted(found))} when loaded: no checkpoint of ours does; refused"

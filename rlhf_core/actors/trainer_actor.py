@@ -156,14 +156,19 @@ class TrainerActor(Fenced):
         """Bring this rank's files to its disk, verified. Not collective: a rank that fails here leaves no other waiting."""
         self.require_epoch(epoch)
         discard(self._fetched)
-        fetch(self.store, record.files, self.settings.rank, self._fetched)
+        everything = record.world_size != self.settings.world_size  # then each rank cuts its part from all of it
+        fetch(self.store, record.files, None if everything else self.settings.rank, self._fetched)
 
     def load_checkpoint(self, epoch: int, record: CheckpointRecord) -> str:
         """Load what was fetched and hold its version; returns the weights' digest; collective."""
         self.require_epoch(epoch)
         self.version = None
         try:
-            self.engine.load(str(self._fetched), f"v{record.policy_version:010d}")
+            folder, tag = str(self._fetched), f"v{record.policy_version:010d}"
+            if record.world_size == self.settings.world_size:
+                self.engine.load(folder, tag)
+            else:
+                self.engine.load_resharded(folder, tag, str(self._fetched.with_name(f"cut-{self.settings.rank}")))
         finally:
             discard(self._fetched)
         self.digest = self.engine.digest()

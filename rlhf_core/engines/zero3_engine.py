@@ -20,6 +20,7 @@ from rlhf_core.algorithms.masked import Denominators, count, length_mask, masked
 from rlhf_core.config.learning import AlgorithmConfig, LearnSettings, OptimConfig
 from rlhf_core.engines.offload import Offloader
 from rlhf_core.engines.policy_model import PolicyModel, exported_name, load_policy
+from rlhf_core.engines.reshard import optimizer_files, reshard
 from rlhf_core.engines.rows import TokenRows, gather_rows, units_of
 from rlhf_core.engines.weights import BucketSpec, WeightsDigest, pack, plan_buckets
 from rlhf_core.errors import NumericsError
@@ -346,6 +347,26 @@ class Zero3Engine:
             raise missing
         self.steps = int(state["steps"])
         set_random_state(state["random"])
+
+    def load_resharded(self, folder: str, tag: str, scratch: str) -> None:
+        """As ``load``, from a checkpoint of another number of ranks, all files of which lie below ``folder``; collective.
+
+        Weights and optimizer state are the same bit by bit. ``scratch``: a folder of this rank's own for its new files.
+        """
+        self.engine.save_checkpoint(scratch, tag=tag, client_state={}, save_latest=False)
+        rank, ranks = self.settings.rank, self.settings.world_size
+        old = [torch.load(path, map_location="cpu", weights_only=False) for path in optimizer_files(Path(folder))]
+        (mine,) = Path(scratch).rglob(f"*zero_pp_rank_{rank}_*optim_states.pt")
+        template = torch.load(mine, map_location="cpu", weights_only=False)
+        sizes = [p.ds_numel for p in self.policy.parameters() if p.requires_grad]
+        reshard(old, template, sizes, rank, ranks)
+        torch.save(template, mine)
+        state = next(Path(folder).rglob("*zero_pp_rank_0_*model_states.pt"))
+        steps = torch.load(state, map_location="cpu", weights_only=False, mmap=True)["steps"]
+        path, _ = self.engine.load_checkpoint(scratch, tag=tag)
+        if path is None:
+            raise FileNotFoundError(f"no checkpoint {tag!r} below {scratch!r}")
+        self.steps = int(steps)
 
     def close(self) -> None:
         """Leave the process group."""

@@ -370,6 +370,29 @@ def fresh_ranks(start_ranks):
     ranks.close()
 
 
+@pytest.mark.parametrize(("before", "after"), [("two_ranks", "one_rank"), ("one_rank", "two_ranks")])
+def test_a_checkpoint_of_other_ranks_is_the_same_state(request, tiny_model, make_experience, tmp_path, before, after):
+    experiences = [make_experience(seed) for seed in range(3)]
+    changes = {"warmup_steps": 4, "learning_rate": 1e-3}
+    with request.getfixturevalue(before).engine(tiny_model, **changes) as engine:
+        engine.update(experiences[0], 0)
+        engine.update(experiences[1], 1)
+        engine.all("save", str(tmp_path / "old"), "v2")
+        saved = engine.digest()
+        engine.update(experiences[2], 2)
+        expected = engine.all("state_dict")[0]
+    ranks = request.getfixturevalue(after)
+    with ranks.engine(tiny_model, **changes) as engine:
+        folders = [(str(tmp_path / "old"), "v2", str(tmp_path / f"new{rank}")) for rank in range(ranks.world)]
+        engine.each("load_resharded", folders)
+        assert engine.digest() == saved
+        assert set(engine.all("get", "steps")) == {2}
+        engine.update(experiences[2], 2)  # with other moments Adam's step would be another one, by up to 2e-3
+        found = engine.all("state_dict")[0]
+    for name, weights in expected.items():
+        torch.testing.assert_close(found[name], weights, rtol=0, atol=1e-5)
+
+
 def test_a_checkpoint_that_is_not_there_is_an_error(one_rank, tiny_model, tmp_path):
     with one_rank.engine(tiny_model) as engine, pytest.raises(FileNotFoundError, match="no checkpoint 'v7' below"):
         engine.all("load", str(tmp_path), "v7")
