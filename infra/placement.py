@@ -88,6 +88,16 @@ def reserve(plan: Plan, name: str, seconds: float) -> Any:
     return group
 
 
+def is_reserved_as(plan: Plan, name: str) -> bool:
+    """Whether a placement group of this name exists and holds exactly the bundles of the plan."""
+    from ray.util.placement_group import get_placement_group
+
+    try:
+        return list(get_placement_group(name).bundle_specs) == [dict(b) for b in plan.bundles]
+    except ValueError:
+        return False
+
+
 def release(name: str) -> None:
     """Give the reservation back, if there is one."""
     from ray.util.placement_group import get_placement_group, remove_placement_group

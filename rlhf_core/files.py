@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -41,6 +42,10 @@ def download_files(store: ObjectStore, files: Iterable[StoredFile], folder: Path
                 store.get_file(file.key, str(target))
             except FileNotFoundError:
                 raise CorruptObject(f"{file.key} is named by a record but missing in {store.url}") from None
+            except OSError as error:
+                if error.errno != errno.EBADMSG:
+                    raise
+                raise CorruptObject(f"{file.key}: {error}") from None
             if target.stat().st_size == file.bytes and file_digest(target) == file.blake3:
                 return
         target.unlink()

@@ -9,10 +9,11 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 from prefect.logging import get_run_logger
 
-from infra.placement import Plan, actor_options, plan_bundles, release, reserve
+from infra.placement import Plan, actor_options, is_reserved_as, plan_bundles, release, reserve
 from infra.ray_cluster import connect, cores_per_node, has_gpus, rendezvous
 from infra.settings import load_settings
 from rlhf_core.actors.group import ActorGroup, ActorSpec, create, kill
+from rlhf_core.actors.leftovers import named_actors
 from rlhf_core.config import RunConfig
 from rlhf_core.engines.vllm_engine import EngineSettings
 from rlhf_core.errors import CapacityError
@@ -47,6 +48,8 @@ def start_cluster(config: RunConfig, branch: str, epoch: int) -> ClusterRef:
         engines=_names(config, "engine", config.resources.engines),
         rewards=_names(config, "reward", config.resources.reward_workers),
     )
+    if not is_reserved_as(_plan(config, gpu), reservation_name(config)):
+        stop_actors(config)  # of another topology, or lost together with the cluster that held them
     where = find_position(config, cluster)
     kept = claim_intact(config, cluster, where)
     _log_kept(cluster, kept, where.version)
@@ -79,13 +82,7 @@ def _log_kept(cluster: ClusterRef, kept: Kept, version: int) -> None:
 def stop_actors(config: RunConfig) -> None:
     """End the run's actors and give its devices back. Nothing committed is lost."""
     connect(NAMESPACE)
-    resources = config.resources
-    counts = {
-        "trainer": resources.trainer_ranks,
-        "engine": resources.engines,
-        "reward": resources.reward_workers,
-    }
-    kill([name for kind, count in counts.items() for name in _names(config, kind, count)], NAMESPACE)
+    kill(named_actors(config.run_id, NAMESPACE), NAMESPACE)
     release(reservation_name(config))
 
 

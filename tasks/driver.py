@@ -58,8 +58,8 @@ class Driver:
         return find_export(self.config, self.lineage.head, self.config.iterations) is not None
 
     def start_cluster(self) -> ClusterRef:
-        """Actors at the run's policy version."""
-        return start_cluster(self.config, self.lineage.head, self.lease.epoch)
+        """Actors at the run's policy version. A worker that dies meanwhile is made once more."""
+        return self._rebuild(self.config.limits.recoveries + 1)
 
     def persevere(self, cluster: ClusterRef, work: Callable[[ClusterRef], object]) -> ClusterRef:
         """Do the work. When a worker dies, rebuild what is gone and do it again, as often in a row as `limits.recoveries` says.
@@ -83,7 +83,7 @@ class Driver:
         for left in range(rounds, 0, -1):
             try:
                 reconnect(NAMESPACE)
-                return self.start_cluster()
+                return start_cluster(self.config, self.lineage.head, self.lease.epoch)
             except _CURABLE as error:
                 if left == 1:
                     raise

@@ -56,7 +56,20 @@ finally:
         [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
     )
     assert done.returncode == 0, done.stderr
-    for command in ("up", "down", "train", "resume", "runs", "show", "rollouts", "doctor"):
+    for command in (
+        "up",
+        "down",
+        "train",
+        "resume",
+        "rerun",
+        "fork",
+        "runs",
+        "show",
+        "rollouts",
+        "audit",
+        "gc",
+        "doctor",
+    ):
         assert f"\n  {command} " in done.stdout
     assert "HEAVY []" in done.stdout
 
@@ -73,6 +86,17 @@ finally:
         (["train"], ["PRESET"]),
         (["fly"], ["fly"]),
         (["rollouts", "r", "-1"], ["-1"]),
+        (["rerun", "r", "--from", "score"], ["--iteration"]),
+        (["rerun", "r", "--iteration", "0"], ["--from"]),
+        (["rerun", "r", "--iteration", "-1", "--from", "score"], ["-1"]),
+        (["rerun", "r", "--iteration", "0", "--from", "commit"], ["'commit'", "generate, score, advantages"]),
+        (["rerun", "../up", "--iteration", "0", "--from", "score"], ["run id '../up'"]),
+        (["rerun", "r", "--iteration", "0", "--from", "score", "--set", "seed=1"], ["--set"]),
+        (["fork", "r", "--iteration", "x", "--from", "score"], ["'x'"]),
+        (["fork", "r", "--iteration", "0", "--from", "fly"], ["'fly'", "generate, score, advantages"]),
+        (["fork", "r", "--iteration", "0", "--from", "score", "--store", "ftp://x"], ["ftp://x"]),
+        (["gc", "../up"], ["run id '../up'"]),
+        (["audit", "../up"], ["run id '../up'"]),
     ],
 )
 def test_mistakes_give_one_message_and_exit_2(preset, tmp_path, arguments, words):
@@ -82,6 +106,15 @@ def test_mistakes_give_one_message_and_exit_2(preset, tmp_path, arguments, words
     assert not done.stdout
     for word in words:
         assert word in done.stderr
+    assert not (tmp_path / ".rlhf").exists()
+
+
+@pytest.mark.parametrize("command", ["rerun", "fork"])
+def test_a_branch_of_a_run_that_does_not_exist(tmp_path, command):
+    done = rlhf(command, "nobody", "--iteration", "0", "--from", "score", cwd=tmp_path)
+    assert done.returncode == EXIT_STATE, done.stderr
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("rlhf: there is no run 'nobody' in ")
     assert not (tmp_path / ".rlhf").exists()
 
 

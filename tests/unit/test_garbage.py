@@ -202,14 +202,14 @@ def test_a_rerun_that_was_cut_off_before_it_began(store, run):
     assert garbage.items[0].name == layout.run_record("r~1")
     assert clean(store) == made
     # A whole one is no garbage, and neither is its parent's record of it.
-    start_revision(store, load_lineage(store, "r"), 0, "score", by="test")
+    start_revision(store, load_lineage(store, "r"), ParentRef(run="r", iteration=0, stage="score"), "test", "")
     assert head_of(store, "r") == "r~1"
     assert find(store).items == ()
 
 
 def test_a_damaged_branch_that_holds_work_is_left_alone(store, run):
     run.finish(0)
-    start_revision(store, load_lineage(store, "r"), 0, "score", by="test")
+    start_revision(store, load_lineage(store, "r"), ParentRef(run="r", iteration=0, stage="score"), "test", "")
     store.put("runs/r~1/iterations/000000/commits/score.json", b"{}")
     store.delete([layout.revision("r", 1)])
     assert find(store).items == ()
@@ -218,7 +218,7 @@ def test_a_damaged_branch_that_holds_work_is_left_alone(store, run):
 def test_open_stages_of_a_branch_that_was_replaced(store, run):
     run.finish(0)
     left = run.shard(1, "generate", "old").key
-    start_revision(store, load_lineage(store, "r"), 0, "score", by="test")
+    start_revision(store, load_lineage(store, "r"), ParentRef(run="r", iteration=0, stage="score"), "test", "")
     assert clean(store) == [left]
 
 
