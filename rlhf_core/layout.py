@@ -57,7 +57,9 @@ def branch(run: str, revision: int) -> str:
 
 def check_branch(branch_id: str) -> str:
     """Return the id of a branch. UserError if it is none."""
-    name, mark, revision = str(branch_id).partition("~")
+    if not isinstance(branch_id, str):
+        return check_run(branch_id)
+    name, mark, revision = branch_id.partition("~")
     check_run(name)
     if mark and not _REVISION.fullmatch(revision):
         raise UserError(f"branch {branch_id!r}: behind '~' stands the number of a revision, 1 or higher")

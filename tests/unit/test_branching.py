@@ -317,3 +317,51 @@ def test_an_older_revision_is_not_rerun(run):
         rerun(Run(run.store, "r~1"), 1, "score")
     with pytest.raises(StoreError, match="ftp://x"):
         branching.rerun("ftp://x", "r", 0, "score")
+
+
+def change(run, *overrides):
+    return branching.change_topology(run.store.url, run.name, overrides)
+
+
+def test_another_topology_goes_on_where_the_run_stands(run):
+    before = contents(run.store)
+    config = change(run, "resources.trainer_ranks=1", "resources.engines=3")
+    assert written(before, run.store) == [
+        "runs/r/children/r~1.json",
+        "runs/r/revisions/000001.json",
+        "runs/r~1/run.json",
+    ]
+    assert (config.resources.trainer_ranks, config.resources.engines) == (1, 3)
+    assert config.iterations == 4  # the one that has begun counts
+    lineage = run.lineage
+    assert (lineage.record.parent.iteration, lineage.record.parent.stage) == (3, "advantages")
+    assert lineage.base_version() == 3
+    assert [lineage.is_exact(k) for k in range(5)] == [False, False, False, True, True]
+    run.stages(3, *STAGES[2:-1])
+    change(run, "resources.engines=2")
+    lineage = run.lineage
+    assert (lineage.record.parent.run, lineage.record.parent.iteration, lineage.record.parent.stage) == (
+        "r~1",
+        3,
+        "commit",
+    )
+    assert lineage.base_version() == 4
+    assert [lineage.is_exact(k) for k in range(5)] == [False, False, False, True, True]  # engines add no gradients
+    run.stages(3, "commit")
+    view = run.audit()
+    assert view.proven, view.damage
+
+
+def test_a_topology_is_all_that_changes(run):
+    before = contents(run.store)
+    for overrides in (["optim.learning_rate=1"], ["resources.engines=2", "seed=6"], ["iterations=9"]):
+        with pytest.raises(ConfigError, match="changes keys of `resources` and nothing else"):
+            change(run, *overrides)
+    for overrides in ([], ["resources.trainer_ranks=2"]):
+        with pytest.raises(ConfigError, match="nothing changes"):
+            change(run, *overrides)
+    with pytest.raises(ConfigError, match="trainer_ranks"):
+        change(run, "resources.trainer_ranks=0")
+    with Lease.acquire(run.store, "r", Holder.current()), pytest.raises(RunLocked, match="driven by"):
+        change(run, "resources.engines=2")
+    assert written(before, run.store) == []
