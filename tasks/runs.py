@@ -77,9 +77,8 @@ def describe_run(store_url: str, run: str) -> RunView:
     )
 
 
-def where_run_stands(store_url: str, run: str) -> tuple[int, str]:
-    """Finished iterations, and the stage that comes next."""
-    store = open_named_store(store_url)
+def position_of(store: ObjectStore, run: str) -> tuple[int, str]:
+    """Finished iterations of the run, and the stage that comes next. NotCommitted if there is no such run."""
     return next_stage(store, load_lineage(store, run))
 
 

@@ -50,11 +50,12 @@ def run_bar(config: RunConfig) -> Iterator[None]:
 
 def _follow(progress: Progress, bar: TaskID, config: RunConfig, ended: threading.Event) -> None:
     from rlhf_core.errors import RLHFError
-    from tasks.runs import where_run_stands
+    from tasks.runs import open_named_store, position_of
 
+    store = open_named_store(config.storage.url)
     while not ended.wait(_PAUSE_SECONDS):
         try:
-            done, stage = where_run_stands(config.storage.url, config.run_id)
+            done, stage = position_of(store, config.run_id)
         except (OSError, RLHFError):
             continue  # the flow meets the same trouble and reports it; a bar must not
         progress.update(bar, completed=done, stage=stage)
