@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 #: Ray namespace of all runs; actor names carry the run.
 NAMESPACE = "rlhf"
 
+#: Compiled matrix kernels that a trainer on a CPU keeps: more than one micro-batch needs, forward and backward.
+_KERNELS = 128
+
 
 @task(name="cluster", task_run_name="cluster", persist_result=False, cache_policy=NO_CACHE)
 def start_cluster(config: RunConfig, branch: str, epoch: int) -> ClusterRef:
@@ -122,6 +125,8 @@ def _create(config: RunConfig, cluster: ClusterRef, gpu: bool, wanted: frozenset
     engine_settings = _engine_settings(config, str(folder), gpu)
     # The host thread of a GPU engine is the bottleneck: helper threads for small CPU tensors only get in its way.
     engine_environment = environment | ({"OMP_NUM_THREADS": "1"} if gpu and not config.resources.threads else {})
+    # Every micro-batch has a shape of its own: kernels kept for shapes of earlier iterations are 30 MB an iteration for nothing.
+    caches = {} if gpu else dict.fromkeys(("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"), str(_KERNELS))
     staging = load_settings().home / "staging" / cluster.branch
     specs = [
         ActorSpec(
@@ -135,7 +140,7 @@ def _create(config: RunConfig, cluster: ClusterRef, gpu: bool, wanted: frozenset
     master = rendezvous(group)
     for rank, (name, place) in enumerate(zip(cluster.trainers, plan.trainers, strict=True)):
         settings = _trainer_settings(config, cluster, str(folder), rank, master)
-        options = actor_options(group, place, environment)
+        options = actor_options(group, place, environment | caches)
         specs.append(ActorSpec(name, TrainerActor, (settings, store, staging), options))
     reward_options = {"num_cpus": 0, "scheduling_strategy": "SPREAD", "runtime_env": {"env_vars": environment}}
     specs += [ActorSpec(name, RewardActor, (str(folder), store), reward_options) for name in cluster.rewards]

@@ -18,6 +18,7 @@ from rlhf_core.algorithms.kl import token_kl
 from rlhf_core.algorithms.losses import add_kl, policy_loss
 from rlhf_core.algorithms.masked import Denominators, count, length_mask, masked_sum, pad_rows
 from rlhf_core.config.learning import AlgorithmConfig, LearnSettings, OptimConfig
+from rlhf_core.engines.heap import trim_heap
 from rlhf_core.engines.offload import Offloader
 from rlhf_core.engines.policy_model import PolicyModel, exported_name, load_policy
 from rlhf_core.engines.reshard import optimizer_files, reshard
@@ -26,8 +27,15 @@ from rlhf_core.engines.weights import BucketSpec, WeightsDigest, pack, plan_buck
 from rlhf_core.errors import NumericsError
 from rlhf_core.metrics import Mean, Metric, Sum, merge_metrics
 
-#: Elements of ZeRO's reduce bucket. DeepSpeed's default of 5e8 would allocate 1 GB for a small model.
-_REDUCE_BUCKET = 50_000_000
+#: Elements of ZeRO's reduce bucket on a GPU and on a CPU. DeepSpeed's default of 5e8 would allocate 1 GB for a small model.
+_REDUCE_BUCKET, _REDUCE_BUCKET_CPU = 50_000_000, 8_000_000
+
+#: Elements that the optimizer steps at once. Its copy of the gradients and its temporaries take 12 bytes for each of them;
+#: DeepSpeed's default of 1e9 makes that 12 bytes for every parameter of a small model.
+_SUB_GROUP = 16_000_000
+
+#: Largest bucket of parameters that are gathered to be looked at here, in bytes. There are two buffers of this size.
+_LOCAL_BUCKET = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -81,6 +89,7 @@ def to_deepspeed_config(optim: OptimConfig, dtype: str, device: str, world_size:
 
     A single rank keeps its parameters in place: there is nobody to gather them from.
     """
+    bucket = _REDUCE_BUCKET_CPU if device == "cpu" else _REDUCE_BUCKET
     return {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,  # boundaries are set by hand: their number differs from step to step
@@ -94,8 +103,9 @@ def to_deepspeed_config(optim: OptimConfig, dtype: str, device: str, world_size:
             "stage": 3,
             "overlap_comm": device != "cpu",
             "contiguous_gradients": True,
-            "reduce_bucket_size": _REDUCE_BUCKET,
-            "stage3_prefetch_bucket_size": _REDUCE_BUCKET,
+            "reduce_bucket_size": bucket,
+            "stage3_prefetch_bucket_size": bucket,
+            "sub_group_size": _SUB_GROUP,
             "stage3_param_persistence_threshold": _persistence(world_size),
         },
         "wall_clock_breakdown": False,
@@ -134,6 +144,7 @@ class Zero3Engine:
         self._broken: list[str] = []  # losses of the step under way that are not finite
         self.reference = self._load_reference() if settings.reference else None
         self._parameters = {exported_name(n): p for n, p in self.policy.named_parameters()}
+        trim_heap()
 
     def use(self, learn: LearnSettings) -> None:
         """Learn with these settings from now on. What the constructor fixed stays: gradient checkpointing, the reference."""
@@ -214,6 +225,7 @@ class Zero3Engine:
                 parts.append(self._step(experience, rows))
                 if progress is not None:
                     progress((epoch * len(order) + number + 1) / (optim.epochs * len(order)))
+        trim_heap()
         return merge_metrics(parts)
 
     def _step(self, experience: Experience, rows: Tensor) -> dict[str, Metric]:
@@ -312,7 +324,7 @@ class Zero3Engine:
                 used = pack(spec, {name: p.detach() for name, p in gathered.items()}, flat)
             yield spec, used
 
-    def digest(self, max_bytes: int = 256 << 20) -> str:
+    def digest(self, max_bytes: int = _LOCAL_BUCKET) -> str:
         """Digest of the whole policy; the same on every rank and in every engine."""
         from rlhf_core.engines.weights import unpack
 
@@ -327,7 +339,7 @@ class Zero3Engine:
         from rlhf_core.engines.weights import unpack
 
         result: dict[str, Tensor] = {}
-        for spec, flat in self.buckets(256 << 20):
+        for spec, flat in self.buckets(_LOCAL_BUCKET):
             if self.settings.rank == 0:
                 result.update({name: tensor.cpu().clone() for name, tensor in unpack(spec, flat)})
         return result if self.settings.rank == 0 else None
@@ -347,6 +359,8 @@ class Zero3Engine:
             raise missing
         self.steps = int(state["steps"])
         set_random_state(state["random"])
+        del state
+        trim_heap()
 
     def load_resharded(self, folder: str, tag: str, scratch: str) -> None:
         """As ``load``, from a checkpoint of another number of ranks, all files of which lie below ``folder``; collective.
@@ -367,6 +381,7 @@ class Zero3Engine:
         if path is None:
             raise FileNotFoundError(f"no checkpoint {tag!r} below {scratch!r}")
         self.steps = int(steps)
+        trim_heap()
 
     def close(self) -> None:
         """Leave the process group."""

@@ -185,10 +185,11 @@ class Ranks:
         if self.broken:
             self.kill()
             self._start()
+        optim = part(OptimConfig)  # first: `epsilon` of the tests is the optimizer's
         algorithm = part(AlgorithmConfig)
         settings = TrainerSettings(
             model=str(model), dtype="float32", device="cpu", rank=0, world_size=self.world, master=self.master,
-            optim=part(OptimConfig), algorithm=algorithm, reference=algorithm.kl_coef > 0,
+            optim=optim, algorithm=algorithm, reference=algorithm.kl_coef > 0,
             temperature=1.0, max_new_tokens=MAX_NEW_TOKENS,
             seed=0, timeout_seconds=self.timeout_seconds,
         )  # fmt: skip
