@@ -1,11 +1,12 @@
 """What an iteration costs as a run grows long, and what `rlhf show` costs on a very long one.
 
-    python benchmarks/long_run.py OUT.json [--iterations 2000] [--minutes M] [--shown 10000] [--trace]
+    python benchmarks/long_run.py OUT.json [--iterations 2000] [--minutes M] [--shown 10000] [--trace] [--no-heartbeats]
 
 The flow `train_rlhf` as it is, against a local Prefect server and a local store. Only the actors are stand-ins, in this process:
 they write real, tiny shards and make their figures up. So what is measured is the driver, the store and the Prefect server.
-An iteration counts from one turn of the driver's loop to the next. `--minutes` ends the run early; `--trace` says where memory
-was allocated that grew, and slows the run down.
+An iteration counts from one turn of the driver's loop to the next. Prefect's heartbeats round its seconds up: a flow run ends
+only when the thread that sends them wakes up, once a second. `--no-heartbeats` shows the work alone. `--minutes` ends the run
+early; `--trace` says where memory was allocated that grew, and slows the run down.
 
 Then a store with ten thousand finished iterations is written, and `rlhf show` and `rlhf runs` read it.
 """
@@ -342,13 +343,15 @@ def configuration(home: Path, model: Path, iterations: int) -> RunConfig:
     )
 
 
-def train(home: Path, iterations: int, minutes: float, trace: bool) -> Recorder:
+def train(home: Path, arguments: argparse.Namespace) -> Recorder:
     """Run the flow with stand-ins, and watch it."""
     subprocess.run([sys.executable, "-c", MODEL, str(home)], check=True)
     stack = ServiceStack(home)
     addresses = stack.up(services=[Service.PREFECT])
     try:
         os.environ.update(addresses.environment)
+        if arguments.no_heartbeats:
+            del os.environ["PREFECT_FLOWS_HEARTBEAT_FREQUENCY"]
         (server,) = [s.pid for s in stack.status().services if s.service is Service.PREFECT]
         # Only now: Prefect reads the environment when it is imported.
         import tasks.driver
@@ -356,13 +359,13 @@ def train(home: Path, iterations: int, minutes: float, trace: bool) -> Recorder:
         from tasks.context import StageContext
 
         held = Held()
-        recorder = Recorder(home, server or 0, time.monotonic() + 60 * minutes, trace)
+        recorder = Recorder(home, server or 0, time.monotonic() + 60 * arguments.minutes, arguments.trace)
         tasks.driver.start_cluster = start_cluster
         tasks.driver.stop_actors = tasks.driver.reconnect = lambda *_: None
         StageContext._group = lambda self, names: StandIns(names, self.store, held)
         tasks.driver.Driver.pending = watched(tasks.driver.Driver.pending, recorder)
         with suppress(TimeIsUp):
-            train_rlhf(configuration(home, home / "model", iterations))
+            train_rlhf(configuration(home, home / "model", arguments.iterations))
         recorder.look_at_memory(len(recorder.samples))
         return recorder
     finally:
@@ -480,10 +483,11 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=24 * 60)
     parser.add_argument("--shown", type=int, default=10_000)
     parser.add_argument("--trace", action="store_true")
+    parser.add_argument("--no-heartbeats", action="store_true")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="rlhf-long-") as temporary:
         home = Path(temporary)
-        recorder = train(home, arguments.iterations, arguments.minutes, arguments.trace)
+        recorder = train(home, arguments)
         windows = windows_of(recorder.samples)
         result: dict[str, Any] = {
             "windows": windows,

@@ -9,6 +9,9 @@ from typing import Any
 
 logger = logging.getLogger(__name__)
 
+#: Placement groups of runs have this before the run's name.
+PREFIX = "rlhf-"
+
 #: Shares of a device that a trainer rank and an engine take of one bundle when they share it. They must add up to 1 or less.
 COLOCATED_SHARE = 0.45
 
@@ -81,10 +84,11 @@ def reserve(plan: Plan, name: str, seconds: float) -> Any:
             free = _readable(ray.available_resources())
             remove_placement_group(group)
             raise TimeoutError(
-                f"the run needs {_readable(plan.total)} and waited {seconds:.0f} s; free now: {free}. "
+                f"the run needs {_readable(plan.total)} and waited {seconds:.0f} s; free now: {free}. {_holders(name)}"
                 "End what occupies the cluster, or ask for fewer trainer ranks or engines."
             )
-        logger.warning("waiting for %s; free now: %s", _readable(plan.total), _readable(ray.available_resources()))
+        free = _readable(ray.available_resources())
+        logger.warning("waiting for %s; free now: %s. %s", _readable(plan.total), free, _holders(name))
     return group
 
 
@@ -147,6 +151,20 @@ def _require_fit(plan: Plan, nodes: list[dict[str, Any]]) -> None:
             f"but the Ray cluster has {_readable(there)}: lower resources.trainer_ranks or resources.engines, "
             "colocate them, or add nodes"
         )
+
+
+def _holders(name: str) -> str:
+    """Which other runs hold devices, and what ends them; empty if none does."""
+    import ray
+
+    groups = ray.util.placement_group_table().values()
+    others = sorted(
+        g["name"] for g in groups if g["state"] == "CREATED" and g["name"].startswith(PREFIX) and g["name"] != name
+    )
+    runs = [other.removeprefix(PREFIX) for other in others]
+    if not runs:
+        return ""
+    return f"Devices are held by {', '.join(runs)}; `rlhf gc {runs[0]}` ends the actors of a run that nobody drives. "
 
 
 def _readable(resources: dict[str, float]) -> str:

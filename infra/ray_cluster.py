@@ -42,6 +42,17 @@ def cores_per_node() -> int:
     return int(min((node["Resources"].get("CPU", 1.0) for node in ray.nodes() if node["Alive"]), default=1.0))
 
 
+def run_on_worker(function: Any, *arguments: Any, seconds: float) -> Any:
+    """Call the function in a worker process somewhere in the cluster. Its own errors come out as themselves."""
+    import ray
+    from ray.exceptions import RayTaskError
+
+    try:
+        return ray.get(ray.remote(function).options(num_cpus=0).remote(*arguments), timeout=seconds)
+    except RayTaskError as error:
+        raise error.cause from None
+
+
 def rendezvous(group: Any) -> str:
     """``host:port`` on the node of the placement group's first bundle, where rank 0 will listen."""
     import ray

@@ -9,14 +9,15 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 from prefect.logging import get_run_logger
 
-from infra.placement import Plan, actor_options, is_reserved_as, plan_bundles, release, reserve
-from infra.ray_cluster import connect, cores_per_node, has_gpus, rendezvous
+from infra.object_store import bare_store, probe_store
+from infra.placement import PREFIX, Plan, actor_options, is_reserved_as, plan_bundles, release, reserve
+from infra.ray_cluster import connect, cores_per_node, has_gpus, rendezvous, run_on_worker
 from infra.settings import load_settings
 from rlhf_core.actors.group import ActorGroup, ActorSpec, create, kill
 from rlhf_core.actors.leftovers import named_actors
 from rlhf_core.config import RunConfig
 from rlhf_core.engines.vllm_engine import EngineSettings
-from rlhf_core.errors import CapacityError
+from rlhf_core.errors import CapacityError, StoreError
 from rlhf_core.manifests import ClusterRef
 from rlhf_core.models import check_model_folder
 from tasks.context import lineage_of, open_run_store
@@ -29,6 +30,9 @@ if TYPE_CHECKING:
 
 #: Ray namespace of all runs; actor names carry the run.
 NAMESPACE = "rlhf"
+
+#: How long a worker may take to try the store.
+_PROBE_SECONDS = 120.0
 
 #: Compiled matrix kernels that a trainer on a CPU keeps: more than one micro-batch needs, forward and backward.
 _KERNELS = 128
@@ -61,12 +65,24 @@ def start_cluster(config: RunConfig, branch: str, epoch: int) -> ClusterRef:
         return cluster
     kill(gone, NAMESPACE)
     if gone:
+        _check_store_of_workers(config)
         _create(config, cluster, gpu, frozenset(gone))
     if not set(cluster.trainers) <= kept.names:
         restore_trainers(config, cluster, where.version)
     if where.version and (not set(cluster.engines) <= kept.names or not kept.engines_current):
         bring_engines(config, cluster, where)
     return cluster
+
+
+def _check_store_of_workers(config: RunConfig) -> None:
+    """StoreError if workers cannot use the store though this process can: their environment is that of the cluster's start."""
+    try:
+        run_on_worker(probe_store, bare_store(open_run_store(config)), seconds=_PROBE_SECONDS)
+    except OSError as error:
+        raise StoreError(
+            f"storage.url = {config.storage.url!r}: this process can use it, but a worker of the Ray cluster cannot: {error}. "
+            "AWS_* variables have to be set where Ray is started: `rlhf down`, set them, and start again"
+        ) from None
 
 
 def _all(cluster: ClusterRef) -> tuple[str, ...]:
@@ -102,7 +118,7 @@ def _names(config: RunConfig, kind: str, count: int) -> tuple[str, ...]:
 
 def reservation_name(config: RunConfig) -> str:
     """Name of the run's placement group."""
-    return f"rlhf-{config.run_id}"
+    return f"{PREFIX}{config.run_id}"
 
 
 def _create(config: RunConfig, cluster: ClusterRef, gpu: bool, wanted: frozenset[str]) -> None:

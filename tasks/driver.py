@@ -28,6 +28,7 @@ from tasks.progress import load_progress
 from tasks.reporting import report_summary, show_progress, start_progress
 from tasks.retention import retire
 from tasks.summary import summarize
+from tasks.zombies import end_zombies
 
 
 @task(name="preflight", task_run_name="preflight", persist_result=False, cache_policy=NO_CACHE)
@@ -129,4 +130,5 @@ def drive(config: RunConfig) -> Iterator[Driver]:
     preflight(config)
     store = open_run_store(config)
     with Lease.acquire(store, config.run_id, Holder.current(), beats=bare_store(store)) as lease:
+        end_zombies(config.run_id)
         yield Driver(config, lease, load_lineage(store, config.run_id))

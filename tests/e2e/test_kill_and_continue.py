@@ -153,3 +153,8 @@ def test_killed_actors_are_restored_by_replay_and_then_from_a_checkpoint(chain):
 def test_finished_iterations_create_no_runs(world, chain):
     counts = [len(world.flow_runs(f"k-it{iteration:06d}")) for iteration in range(7)]
     assert counts == [2] * 7, "each iteration was cut off once and finished once"
+
+
+def test_killed_drivers_do_not_stay_running_in_prefect(world, chain):
+    states = [run["state_type"] for run in world.flow_runs("k")]
+    assert sorted(states) == ["COMPLETED", *["CRASHED"] * LAST]
