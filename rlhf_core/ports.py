@@ -40,6 +40,10 @@ class ObjectStore(Protocol):
 
     def exists(self, key: str) -> bool: ...
 
+    def folders(self, prefix: str) -> list[str]:
+        """Names of the folders directly below ``prefix``, sorted, without a look at what they hold. Same use as ``list``."""
+        ...
+
     def list(self, prefix: str) -> list[str]:
         """Keys below ``prefix`` (a folder), sorted; for garbage collection and people, never for correctness."""
         ...

@@ -36,7 +36,8 @@ def load_config_of(store_url: str, run: str) -> RunConfig:
 def list_runs(store_url: str) -> list[RunRow]:
     """All runs of the store, newest first."""
     store = open_named_store(store_url)
-    names = sorted({layout.run_name(key.split("/")[1]) for key in store.list("runs") if key.endswith("/run.json")})
+    folders = [name for name in store.folders("runs") if "~" not in name]
+    names = [name for name in folders if store.exists(layout.run_record(name))]
     return sorted((_row(store, run) for run in names), key=lambda row: (str(row.created), row.run), reverse=True)
 
 

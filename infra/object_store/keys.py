@@ -6,7 +6,7 @@ import re
 
 # What file systems, S3 and s3fs all take literally. Left out on purpose: `?versionId=` is syntax in s3fs, `*?[]` are
 # globs there, `\` and control characters differ between file systems, spaces and `%` between URL encoders.
-_SEGMENT = re.compile(r"[A-Za-z0-9._=+@,~-]{1,200}")
+_SEGMENT = re.compile(r"[A-Za-z0-9._=+@,-][A-Za-z0-9._=+@,~-]{0,199}")
 _LONGEST = 900  # S3 allows 1024 bytes including the store's prefix
 
 #: Folder below a local root where objects are written before they are moved into place.

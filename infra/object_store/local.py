@@ -73,6 +73,13 @@ class LocalObjectStore:
         """Whether the object is there."""
         return self._path(key).is_file()
 
+    def folders(self, prefix: str) -> list[str]:
+        """Names of the folders directly below ``prefix``, sorted."""
+        folder = self.root / check_prefix(prefix)
+        if not folder.is_dir():
+            return []
+        return sorted(entry.name for entry in os.scandir(folder) if entry.is_dir() and key_problem(entry.name) is None)
+
     def list(self, prefix: str) -> list[str]:
         """Keys below the folder ``prefix``, sorted. Files that are no objects of this store are left out."""
         checked = check_prefix(prefix)

@@ -78,6 +78,10 @@ class PatientStore:
         """Whether the object is there."""
         return self._ride(lambda: self.inner.exists(key))
 
+    def folders(self, prefix: str) -> list[str]:
+        """As the store's own, with patience."""
+        return self._ride(lambda: self.inner.folders(prefix))
+
     def list(self, prefix: str) -> list[str]:
         """Keys below the folder ``prefix``, sorted."""
         return self._ride(lambda: self.inner.list(prefix))

@@ -119,6 +119,19 @@ class S3ObjectStore:
             return False
         return True
 
+    def folders(self, prefix: str) -> list[str]:
+        """Names of the folders directly below ``prefix``, sorted: the server groups the keys, nothing is listed below them."""
+        checked = check_prefix(prefix)
+        root = "/".join(part for part in (self.prefix, checked) if part)
+        request = {"Prefix": f"{root}/" if root else "", "Delimiter": "/"}
+        names: list[str] = []
+        while True:
+            page = self._request(checked, "list_objects_v2", **request)
+            names += [entry["Prefix"].rstrip("/").rpartition("/")[2] for entry in page.get("CommonPrefixes", ())]
+            if not page.get("IsTruncated"):
+                return sorted(name for name in names if key_problem(name) is None)
+            request["ContinuationToken"] = page["NextContinuationToken"]
+
     def list(self, prefix: str) -> list[str]:
         """Keys below the folder ``prefix``, sorted. Objects that no store wrote (other key alphabet) are left out."""
         checked = check_prefix(prefix)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -169,8 +170,10 @@ def _rollouts(job: GenerateJob, prompts: list[dict[str, Any]], groups: list[Fini
     per_row = [(g, s) for g in groups for s in range(job.sampling.samples)]
     responses = [g.token_ids[s] for g, s in per_row]
     lengths = np.asarray([len(r) for r in responses], dtype=np.int64)
-    tokens = np.asarray([t for r in responses for t in r], dtype=np.int32)
-    logprobs = np.asarray([x for g, s in per_row for x in g.logprobs[s]], dtype=np.float32)
+    count = int(lengths.sum())
+    tokens = np.fromiter(chain.from_iterable(responses), dtype=np.int32, count=count)
+    scores = chain.from_iterable(g.logprobs[s] for g, s in per_row)
+    logprobs = np.fromiter(scores, dtype=np.float32, count=count)
     rows, group = len(per_row), [job.groups[g.index] for g, _ in per_row]
     columns = {
         "sample_id": [f"{job.iteration:06d}-{n:05d}-{s:03d}" for n, (_, s) in zip(group, per_row, strict=True)],

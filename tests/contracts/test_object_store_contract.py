@@ -69,6 +69,16 @@ def test_list_is_sorted_and_by_folder(store):
     assert store.list("") == sorted(keys)
 
 
+def test_folders_are_those_directly_below(store):
+    for key in ["f/b/2", "f/b/1/x", "f/a", "fx/other", "f/c/d/e"]:
+        store.put(key, b"x")
+    assert store.folders("f") == ["b", "c"]
+    assert store.folders("f/") == ["b", "c"]
+    assert store.folders("f/b") == ["1"]
+    assert store.folders("none") == []
+    assert store.folders("") == ["f", "fx"]
+
+
 def test_delete_skips_absent_and_deletes_many(store):
     keys = [f"d/{index:04d}" for index in range(30)]
     for key in keys:
