@@ -60,6 +60,8 @@ class RunView(View):
     """What to do now, as a sentence or a command."""
     stages: tuple[IterationView, ...] = ()
     """The iterations that were begun, in order."""
+    lineage: tuple[str, ...] = ()
+    """For each branch that shares stages, the newest first: what it is and where it begins."""
 
 
 class RolloutSample(View):

@@ -75,7 +75,14 @@ def describe_run(store_url: str, run: str) -> RunView:
         export=export.folder if export else None,
         next_step=_next_step(run, progress.next_iteration, planned, export, started),
         stages=tuple(views),
+        lineage=tuple(_origin(record) for record in lineage.records if record.parent is not None),
     )
+
+
+def _origin(record: RunRecord) -> str:
+    """Where a branch begins, e.g. ``r~1: from score of iteration 3 of r``."""
+    parent = record.parent
+    return f"{record.run}: from {parent.stage} of iteration {parent.iteration} of {parent.run}" if parent else record.run
 
 
 def position_of(store: ObjectStore, run: str) -> tuple[int, str]:

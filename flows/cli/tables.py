@@ -69,6 +69,7 @@ def run_header(view: RunView) -> Table:
         ("held-out reward", f"{_number(view.reward_before)} before, {_number(view.reward_after)} after"),
         ("tokens/s", _number(view.tokens_per_second)),
         ("exported to", view.export or "-"),
+        *(("lineage" if n == 0 else "", line) for n, line in enumerate(view.lineage)),
         ("next", view.next_step),
     )
 
