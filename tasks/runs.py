@@ -82,7 +82,9 @@ def describe_run(store_url: str, run: str) -> RunView:
 def _origin(record: RunRecord) -> str:
     """Where a branch begins, e.g. ``r~1: from score of iteration 3 of r``."""
     parent = record.parent
-    return f"{record.run}: from {parent.stage} of iteration {parent.iteration} of {parent.run}" if parent else record.run
+    return (
+        f"{record.run}: from {parent.stage} of iteration {parent.iteration} of {parent.run}" if parent else record.run
+    )
 
 
 def position_of(store: ObjectStore, run: str) -> tuple[int, str]:

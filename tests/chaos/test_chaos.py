@@ -6,9 +6,11 @@ A short choice; `benchmarks/chaos.py` strikes a hundred times (docs/chaos-result
 from __future__ import annotations
 
 import random
+import time
+from collections.abc import Callable
 
 import pytest
-from chaos import Proof
+from chaos import Proof, tail
 
 #: Faults in the order in which they strike one run, each after the one before was overcome.
 CHAINS = {
@@ -40,9 +42,37 @@ def test_a_disturbed_run_ends_like_a_calm_one(chaos, undisturbed, chain):
     assert proof.regenerated == [], struck
 
 
+def test_a_node_that_dies_is_replaced_by_another(chaos, undisturbed):
+    """Trainers on one node, engines on another one, which dies with all its processes."""
+    words = ("train", str(chaos.preset), "--run", "node", "--set", "resources.colocate=false")
+    with chaos.extra_node(2) as raylet:
+        driver, log = chaos.start(*words)
+        wait_for(lambda: chaos.position("node").startswith("2 ") or driver.poll() is not None)
+        assert driver.poll() is None, tail(log)
+        raylet.kill()
+    with chaos.extra_node(2):
+        try:
+            assert driver.wait(600) == 0, tail(log)
+        finally:
+            driver.kill()
+            driver.wait()
+    proof = Proof.of(chaos.store(), "node")
+    assert proof.weights == undisturbed.weights
+    assert proof.prompts == undisturbed.prompts
+    assert proof.regenerated == []
+    assert "rebuilding what is gone" in log.read_text()
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 400.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"nothing for {seconds} s"
+        time.sleep(0.05)
+
+
 def test_the_store_proves_the_disturbed_runs(chaos, undisturbed):
     from tasks.audit import audit_run
 
-    for run in ("calm", *CHAINS):
+    for run in ("calm", *CHAINS, "node"):
         view = audit_run("s3://chaos/runs-here", run)
         assert view.proven, view.damage
