@@ -214,21 +214,22 @@ def latency_figures(found: list[list[float]]) -> dict[str, object]:
 def measure_overhead(bench: Streaming, seconds: float, repetitions: int) -> dict[str, object]:
     """The same CPU work with the stream and without, in turns; wall and CPU seconds.
 
-    On a machine that others use too, the wall times scatter by more than what is asked for. The process's CPU seconds scatter
-    less; what they leave out is the wait for the last segment, ``flush seconds``.
+    On a machine that others use too, both scatter by more than what is asked for. The CPU seconds of the stream's own threads
+    do not; what they leave out is the wait for the last segment, ``flush seconds``.
     """
     bench.engine.burn(units_for(seconds / len(bench.engine.groups)))
     walls: dict[str, list[float]] = {"stream": [], "memory": []}
     cpus: dict[str, list[float]] = {"stream": [], "memory": []}
-    latencies, flushes = [], []
+    latencies, flushes, others = [], [], []
     calls: dict[str, Callable[[], object]] = {"stream": bench.stream, "memory": bench.keep}
     for repetition in range(repetitions):
         for name in ("stream", "memory") if repetition % 2 else ("memory", "stream"):
-            cpu, wall = time.process_time(), time.monotonic()
+            engine, cpu, wall = time.thread_time(), time.process_time(), time.monotonic()
             result = calls[name]()
             walls[name].append(time.monotonic() - wall)
             cpus[name].append(time.process_time() - cpu)
             if name == "stream":
+                others.append(cpus[name][-1] - (time.thread_time() - engine))
                 latencies.append(bench.latencies(result))
                 flushes.append(result.metrics["generate/flush_seconds"].value)
     wall = {name: statistics.median(values) for name, values in walls.items()}
@@ -242,6 +243,8 @@ def measure_overhead(bench: Streaming, seconds: float, repetitions: int) -> dict
         "flush seconds": flushes,
         "cpu": cpu,
         "cpu overhead": cpu["stream"] / cpu["memory"] - 1,
+        "cpu of the stream's threads": others,
+        "cpu of the stream's threads / engine": statistics.median(others) / cpu["memory"],
         "walls": walls,
         "cpus": cpus,
         "latency, busy engine": latency_figures(latencies),
@@ -403,6 +406,7 @@ def print_figures(result: dict) -> None:
         "overhead, wall (asked: 0.02)": overhead["overhead"],
         "overhead, fastest of each": overhead["overhead of the fastest"],
         "overhead, CPU of the process": overhead["cpu overhead"],
+        "CPU of stream's threads / engine": overhead["cpu of the stream's threads / engine"],
         "write, ours / pyarrow (0.5)": throughput["write, ours / theirs"],
         "read, ours / pyarrow (0.5)": throughput["read, ours / theirs"],
         **{f"{name}, MiB/s": value for name, value in throughput["MiB/s"].items()},

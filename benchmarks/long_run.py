@@ -1,12 +1,12 @@
 """What an iteration costs as a run grows long, and what `rlhf show` costs on a very long one.
 
-    python benchmarks/long_run.py OUT.json [--iterations 2000] [--minutes M] [--shown 10000] [--trace] [--no-heartbeats]
+    python benchmarks/long_run.py OUT.json [--iterations 2000] [--minutes M] [--shown 10000] [--no-heartbeats]
 
 The flow `train_rlhf` as it is, against a local Prefect server and a local store. Only the actors are stand-ins, in this process:
 they write real, tiny shards and make their figures up. So what is measured is the driver, the store and the Prefect server.
 An iteration counts from one turn of the driver's loop to the next. Prefect's heartbeats round its seconds up: a flow run ends
 only when the thread that sends them wakes up, once a second. `--no-heartbeats` shows the work alone. `--minutes` ends the run
-early; `--trace` says where memory was allocated that grew, and slows the run down.
+early.
 
 Then a store with ten thousand finished iterations is written, and `rlhf show` and `rlhf runs` read it.
 """
@@ -22,7 +22,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import tracemalloc
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -243,12 +242,11 @@ class TimeIsUp(Exception):
 class Recorder:
     """Takes a sample at every turn of the driver's loop; what it costs itself is not counted."""
 
-    def __init__(self, home: Path, server: int, deadline: float, trace: bool) -> None:
-        self.home, self.deadline, self.trace = home, deadline, trace
+    def __init__(self, home: Path, server: int, deadline: float) -> None:
+        self.home, self.deadline = home, deadline
         self.driver, self.server = psutil.Process(), psutil.Process(server)
         self.samples: list[Sample] = []
         self.types: list[tuple[int, Counter[str]]] = []
-        self.snapshots: list[tracemalloc.Snapshot] = []
         self._opened = self._cpu_driver = self._cpu_server = 0.0
         self._objects = self._in_iterations = 0
 
@@ -267,16 +265,9 @@ class Recorder:
         self._opened = time.monotonic()
 
     def look_at_memory(self, iteration: int) -> None:
-        """Count the living objects by type, and where they came from."""
+        """Count the living objects by type."""
         gc.collect()
         self.types.append((iteration, Counter(f"{type(o).__module__}.{type(o).__name__}" for o in gc.get_objects())))
-        if self.trace and iteration:
-            if not tracemalloc.is_tracing():
-                tracemalloc.start(12)
-            elif len(self.snapshots) < 2:
-                self.snapshots.append(tracemalloc.take_snapshot())
-            else:
-                self.snapshots[1] = tracemalloc.take_snapshot()
 
     def _sample(self, iteration: int, seconds: float) -> None:
         run = self.home / "store" / layout.run_root(RUN)
@@ -305,15 +296,6 @@ class Recorder:
         first, last = self.types[1][1], self.types[-1][1]
         most = sorted(last, key=lambda name: last[name] - first[name], reverse=True)[:15]
         return {name: [(k, counts[name]) for k, counts in self.types] for name in most}
-
-    def grown_places(self) -> list[str]:
-        """The places whose memory grew most between the first and the last snapshot."""
-        if len(self.snapshots) < 2:
-            return []
-        found = self.snapshots[1].compare_to(self.snapshots[0], "traceback")[:10]
-        return [
-            f"{s.size_diff / 1024:.0f} KiB, {s.count_diff} blocks:\n" + "\n".join(s.traceback.format()) for s in found
-        ]
 
 
 def cpu_of(process: psutil.Process) -> float:
@@ -359,7 +341,7 @@ def train(home: Path, arguments: argparse.Namespace) -> Recorder:
         from tasks.context import StageContext
 
         held = Held()
-        recorder = Recorder(home, server or 0, time.monotonic() + 60 * arguments.minutes, arguments.trace)
+        recorder = Recorder(home, server or 0, time.monotonic() + 60 * arguments.minutes)
         tasks.driver.start_cluster = start_cluster
         tasks.driver.stop_actors = tasks.driver.reconnect = lambda *_: None
         StageContext._group = lambda self, names: StandIns(names, self.store, held)
@@ -482,7 +464,6 @@ def main() -> None:
     parser.add_argument("--iterations", type=int, default=2000)
     parser.add_argument("--minutes", type=float, default=24 * 60)
     parser.add_argument("--shown", type=int, default=10_000)
-    parser.add_argument("--trace", action="store_true")
     parser.add_argument("--no-heartbeats", action="store_true")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="rlhf-long-") as temporary:
@@ -492,14 +473,12 @@ def main() -> None:
         result: dict[str, Any] = {
             "windows": windows,
             "grown types": recorder.grown_types(),
-            "grown places": recorder.grown_places(),
             "samples": [asdict(sample) for sample in recorder.samples],
         }
         arguments.out.write_text(json.dumps(result, indent=1))
         print_windows(windows)
         for name, counts in result["grown types"].items():
             print(f"{name:60s}", *(f"{k}: {count}" for k, count in counts))
-        print("\n".join(result["grown places"]))
         for iterations in (10, arguments.shown):
             store = home / f"shown-{iterations}"
             write_long_store(home / "store", store, iterations)
