@@ -39,13 +39,14 @@ _KERNELS = 128
 
 
 @task(name="cluster", task_run_name="cluster", persist_result=False, cache_policy=NO_CACHE)
-def start_cluster(config: RunConfig, branch: str, epoch: int) -> ClusterRef:
+def start_cluster(config: RunConfig, branch: str, epoch: int, device: str | None = None) -> ClusterRef:
     """Actors at the run's policy version: those that are alive and intact stay, the others are made anew and restored.
 
-    CapacityError if the cluster cannot place what is asked for.
+    CapacityError if the cluster cannot place what is asked for. ``device``: what the run uses already, so that it does not
+    go on with CPUs while its GPU node is away.
     """
     connect(NAMESPACE)
-    gpu = _use_gpu(config)
+    gpu = _use_gpu(device or config.resources.device)
     cluster = ClusterRef(
         namespace=NAMESPACE,
         branch=branch,
@@ -105,8 +106,7 @@ def stop_actors(config: RunConfig) -> None:
     release(reservation_name(config))
 
 
-def _use_gpu(config: RunConfig) -> bool:
-    wanted = config.resources.device
+def _use_gpu(wanted: str) -> bool:
     if wanted == "gpu" and not has_gpus():
         raise CapacityError('resources.device = "gpu", but no node of the Ray cluster has a GPU: use "auto" or "cpu"')
     return wanted != "cpu" and has_gpus()

@@ -15,7 +15,7 @@ from prefect.logging import get_run_logger
 from infra.object_store import bare_store
 from infra.ray_cluster import reconnect
 from rlhf_core.config import RunConfig
-from rlhf_core.errors import StaleEngine, WorkerError
+from rlhf_core.errors import CapacityError, StaleEngine, WorkerError
 from rlhf_core.lease import Holder, Lease
 from rlhf_core.lineage import Lineage, load_lineage
 from rlhf_core.manifests import ClusterRef, RunSummary
@@ -53,6 +53,7 @@ class Driver:
     lineage: Lineage
     started: float = field(default_factory=time.monotonic)
     _bar: UUID | None = None
+    _device: str | None = None
 
     def is_finished(self) -> bool:
         """Whether nothing is left to do: the export, which comes last, is there."""
@@ -60,7 +61,9 @@ class Driver:
 
     def start_cluster(self) -> ClusterRef:
         """Actors at the run's policy version. A worker that dies meanwhile is made once more."""
-        return self._rebuild(self.config.limits.recoveries + 1)
+        cluster = self._build(self.config.limits.recoveries + 1)
+        self._device = cluster.device
+        return cluster
 
     def persevere(self, cluster: ClusterRef, work: Callable[[ClusterRef], object]) -> ClusterRef:
         """Do the work. When a worker dies, rebuild what is gone and do it again, as often in a row as `limits.recoveries` says.
@@ -80,15 +83,28 @@ class Driver:
         raise AssertionError("the last round returns or raises")
 
     def _rebuild(self, rounds: int) -> ClusterRef:
-        """A cluster that fails while it is rebuilt is tried again; a node may need a while to come back."""
+        """As ``_build``, but a cluster that has become too small is waited for: a dead node may need a while to come back."""
+        deadline = time.monotonic() + self.config.limits.startup_seconds
+        while True:
+            try:
+                return self._build(rounds)
+            except CapacityError as error:
+                self.lease.check()
+                if time.monotonic() > deadline:
+                    raise
+                get_run_logger().warning("waiting for the cluster: %s", error)
+                time.sleep(_REST_SECONDS)
+
+    def _build(self, rounds: int) -> ClusterRef:
+        """Actors at the run's policy version, tried anew while workers die."""
         for left in range(rounds, 0, -1):
             try:
                 reconnect(NAMESPACE)
-                return start_cluster(self.config, self.lineage.head, self.lease.epoch)
+                return start_cluster(self.config, self.lineage.head, self.lease.epoch, self._device)
             except _CURABLE as error:
                 if left == 1:
                     raise
-                get_run_logger().warning("rebuilding failed: %s; again in %.0f s", error, _REST_SECONDS)
+                get_run_logger().warning("building failed: %s; again in %.0f s", error, _REST_SECONDS)
                 time.sleep(_REST_SECONDS)
         raise AssertionError("the last round returns or raises")
 
@@ -111,9 +127,17 @@ class Driver:
             show_progress(self._bar, self.config, iteration + 1)
 
     def publish(self, cluster: ClusterRef, wait: bool = False) -> None:
-        """Commit a checkpoint that has been uploaded meanwhile, and delete what it makes superfluous."""
+        """Commit a checkpoint that has been uploaded meanwhile, and delete what it makes superfluous.
+
+        A rank that is gone is not rebuilt for this: the next iteration needs it and will notice.
+        """
         context = StageContext(self.config, cluster, 0, attempt="publish")
-        if publish_checkpoint(context, wait) is not None:
+        try:
+            published = publish_checkpoint(context, wait)
+        except _CURABLE as error:
+            get_run_logger().warning("no checkpoint is published now: %s", error)
+            return
+        if published is not None:
             retire(context.store, self.lineage, self.config)
 
     def finish(self) -> RunSummary:
