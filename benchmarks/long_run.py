@@ -24,7 +24,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -200,7 +200,7 @@ def made_up(names: Sequence[str], iteration: int) -> dict[str, Metric]:
     return {name: Mean(float(np.sin(iteration + n)), 1.0) for n, name in enumerate(names)}
 
 
-def start_cluster(config: RunConfig, branch: str, epoch: int) -> ClusterRef:
+def start_cluster(config: RunConfig, branch: str, epoch: int, device: str | None = None) -> ClusterRef:
     """The names of actors that there are not."""
     return ClusterRef(
         namespace="none",
@@ -332,14 +332,16 @@ def train(home: Path, arguments: argparse.Namespace) -> Recorder:
     addresses = stack.up(services=[Service.PREFECT])
     try:
         os.environ.update(addresses.environment)
-        if arguments.no_heartbeats:
-            del os.environ["PREFECT_FLOWS_HEARTBEAT_FREQUENCY"]
         (server,) = [s.pid for s in stack.status().services if s.service is Service.PREFECT]
         # Only now: Prefect reads the environment when it is imported.
+        import prefect.flow_engine
+
         import tasks.driver
         from flows.train_rlhf import train_rlhf
         from tasks.context import StageContext
 
+        if arguments.no_heartbeats:
+            prefect.flow_engine._send_heartbeats = nullcontext
         held = Held()
         recorder = Recorder(home, server or 0, time.monotonic() + 60 * arguments.minutes)
         tasks.driver.start_cluster = start_cluster

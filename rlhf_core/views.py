@@ -53,7 +53,7 @@ class RunView(View):
     reward_before: float | None = None
     reward_after: float | None = None
     tokens_per_second: float | None = None
-    """Generated tokens a second of the generate stages."""
+    """Generated tokens a second of the generate stages that are shown."""
     export: str | None = None
     """Folder of the exported model."""
     next_step: str

@@ -41,12 +41,13 @@ def list_runs(store_url: str) -> list[RunRow]:
     return sorted((_row(store, run) for run in names), key=lambda row: (str(row.created), row.run), reverse=True)
 
 
-def describe_run(store_url: str, run: str) -> RunView:
-    """Everything that `rlhf show` shows."""
+def describe_run(store_url: str, run: str, newest: int | None = None) -> RunView:
+    """Everything that `rlhf show` shows; of the finished iterations only the ``newest`` ones are read, all for None."""
     store = open_named_store(store_url)
     lineage = load_lineage(store, run)
     progress = load_progress(store, lineage)
-    done = iteration_records(store, lineage, progress.next_iteration)
+    first = 0 if newest is None else max(0, progress.next_iteration - newest)
+    done = iteration_records(store, lineage, progress.next_iteration, first)
     views = [
         IterationView(
             iteration=r.iteration,
@@ -137,10 +138,10 @@ def evaluations(
     return found[0], found[1]
 
 
-def iteration_records(store: ObjectStore, lineage: Lineage, count: int) -> list[IterationRecord]:
-    """The records of iterations 0 .. count - 1."""
+def iteration_records(store: ObjectStore, lineage: Lineage, count: int, first: int = 0) -> list[IterationRecord]:
+    """The records of iterations ``first`` .. count - 1."""
     with ThreadPoolExecutor(_READERS) as pool:
-        keys = [layout.iteration_done(lineage.branch_of(k, "commit"), k) for k in range(count)]
+        keys = [layout.iteration_done(lineage.branch_of(k, "commit"), k) for k in range(first, count)]
         return list(pool.map(lambda key: load_record(store, key, IterationRecord), keys))
 
 

@@ -131,7 +131,7 @@ def show(
     from flows.cli import tables
     from tasks.runs import describe_run
 
-    view = describe_run(store_url(store), run)
+    view = describe_run(store_url(store), run, None if everything or as_json else tables.ITERATIONS_SHOWN)
     if as_json:
         tables.print_json(tables.run_as_json(view))
         return

@@ -82,8 +82,9 @@ def iterations_table(iterations: Sequence[IterationView], limit: int | None = IT
     present = {name for view in shown for name in view.metrics}
     columns = {key: title for key, title in METRIC_COLUMNS.items() if key in present}
     table = _table("iteration", *stages, *columns.values(), left=0)
-    if len(shown) < len(iterations):
-        table.caption = f"the last {len(shown)} of {len(iterations)} iterations; --all shows every one"
+    total = iterations[-1].iteration + 1 if iterations else 0
+    if len(shown) < total:
+        table.caption = f"the last {len(shown)} of {total} iterations; --all shows every one"
     for view in shown:
         table.add_row(
             str(view.iteration),
