@@ -18,7 +18,6 @@ import argparse
 import json
 import os
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -440,7 +439,6 @@ def main() -> None:
                 "overhead": measure_overhead(bench, arguments.seconds, 2 * arguments.repetitions),
                 "throughput": measure_throughput(server, url, arguments.rollouts, arguments.tokens),
                 "load average": [load, psutil.getloadavg()],
-                "python": sys.version,
                 "pyarrow": pa.__version__,
             }
     print_figures(result)
