@@ -91,12 +91,14 @@ def _all(cluster: ClusterRef) -> tuple[str, ...]:
 
 
 def _log_kept(cluster: ClusterRef, kept: Kept, version: int) -> None:
-    logger, names = get_run_logger(), _all(cluster)
+    names = _all(cluster)
     if set(names) == kept.names:
-        logger.info("reattached to the living actors at policy version %d", version)
+        get_run_logger().info("reattached to the living actors at policy version %d", version)
     elif kept.names:
         gone = ", ".join(name for name in names if name not in kept)
-        logger.info("keeping %d of %d actors; new ones take the place of %s", len(kept.names), len(names), gone)
+        get_run_logger().info(
+            "keeping %d of %d actors; new ones take the place of %s", len(kept.names), len(names), gone
+        )
 
 
 def stop_actors(config: RunConfig) -> None:

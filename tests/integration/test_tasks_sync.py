@@ -79,7 +79,7 @@ def test_weights_with_another_digest_are_not_served(report):
     assert report["served after a failed sync"] is None
     found = report["generate after a failed sync"]
     assert found["error"] == "StaleEngine"
-    assert "serves policy version None, not 0" in found["message"]
+    assert "serves policy version None, not 1" in found["message"]
 
 
 def test_the_trainer_pushes_no_version_that_it_does_not_hold(report):
