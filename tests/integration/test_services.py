@@ -157,15 +157,21 @@ def test_prefect_yaml_deploys_unattended(stack):
         f"{addresses.prefect_api_url}/deployments/filter", b"{}", {"Content-Type": "application/json"}
     )
     with urllib.request.urlopen(request, timeout=10) as answer:
-        (deployment,) = json.load(answer)
-    assert deployment["name"] == "rlhf-local"
-    assert deployment["work_pool_name"] == "rlhf-local"
-    assert deployment["entrypoint"] == "flows.train_rlhf.train_rlhf"
-    assert deployment["enforce_parameter_schema"] is True
-    assert deployment["global_concurrency_limit"]["limit"] == 1
-    assert deployment["concurrency_options"]["collision_strategy"] == "ENQUEUE"
-    assert [(s["slug"], s["active"]) for s in deployment["schedules"]] == [("nightly", False)]
-    assert deployment["job_variables"]["env"] == {"PREFECT_FLOWS_HEARTBEAT_FREQUENCY": "60"}
+        deployments = {deployment["name"]: deployment for deployment in json.load(answer)}
+    assert {name: deployment["entrypoint"] for name, deployment in deployments.items()} == {
+        "rlhf-local": "flows.train_rlhf.train_rlhf",
+        "rerun-local": "flows.branches.rerun_rlhf",
+        "fork-local": "flows.branches.fork_rlhf",
+    }
+    for deployment in deployments.values():
+        assert deployment["work_pool_name"] == "rlhf-local"
+        assert deployment["enforce_parameter_schema"] is True
+        assert deployment["global_concurrency_limit"]["limit"] == 1
+        assert deployment["concurrency_options"]["collision_strategy"] == "ENQUEUE"
+        assert deployment["job_variables"]["env"] == {"PREFECT_FLOWS_HEARTBEAT_FREQUENCY": "60"}
+    assert [(s["slug"], s["active"]) for s in deployments["rlhf-local"]["schedules"]] == [("nightly", False)]
+    stages = deployments["rerun-local"]["parameter_openapi_schema"]["properties"]["from_stage"]["enum"]
+    assert stages == ["generate", "score", "advantages", "update", "sync"]
 
 
 def test_down_leaves_no_process_even_after_the_supervisor_was_killed(stack):
