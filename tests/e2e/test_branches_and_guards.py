@@ -89,3 +89,7 @@ def test_a_guard_stops_before_the_commit(world):
     assert "reward/mean" in done.stderr
     assert "guards.min_reward = 5" in done.stderr
     assert set(world.commits("stopped", 0)) == {"generate", "score", "advantages"}
+    # It keeps its actors for whoever resumes it. Nobody will, and the next run needs their place.
+    ended = world.rlhf("gc", "stopped", timeout=120)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert world.actor_processes() == []
