@@ -27,10 +27,13 @@ CHAINS = {
     ],
 }
 
+#: Only with RLHF_SLOW_TESTS=1.
+LONGER = ("services", "store")
+
 pytestmark = pytest.mark.timeout(1200)
 
 
-@pytest.mark.parametrize("chain", CHAINS)
+@pytest.mark.parametrize("chain", ["drivers-and-actors", *(pytest.param(c, marks=pytest.mark.slow) for c in LONGER)])
 def test_a_disturbed_run_ends_like_a_calm_one(chaos, undisturbed, chain):
     passage = chaos.run_through(chain, CHAINS[chain], random.Random(chain), pause=(0.5, 3.0), timeout=1100)
     assert passage.strikes, "the run was over before anything struck"
@@ -42,6 +45,7 @@ def test_a_disturbed_run_ends_like_a_calm_one(chaos, undisturbed, chain):
     assert proof.regenerated == [], struck
 
 
+@pytest.mark.slow
 def test_a_node_that_dies_is_replaced_by_another(chaos, undisturbed):
     """Trainers on one node, engines on another one, which dies with all its processes."""
     words = ("train", str(chaos.preset), "--run", "node", "--set", "resources.colocate=false")
@@ -70,6 +74,7 @@ def wait_for(condition: Callable[[], bool], seconds: float = 400.0) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.slow
 def test_the_store_proves_the_disturbed_runs(chaos, undisturbed):
     from tasks.audit import audit_run
 
