@@ -44,6 +44,8 @@ def publish_checkpoint(context: StageContext, wait: bool = False) -> CheckpointR
     first = saved[0]
     if first is None or any(s is None or s.attempt != first.attempt for s in saved):
         return None
+    if context.lineage.branch_of_version(first.version) != context.run:  # saved before a rerun made another head
+        return None
     errors = [s.error for s in saved if s is not None and s.error is not None]
     if errors:
         get_run_logger().warning("the checkpoint of policy version %d is given up: %s", first.version, errors[0])

@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from flows.cli.driving import store_url
 from flows.cli.errors import EXIT_STATE, reports_errors
+from flows.cli.options import AsJson, RunName, StoreUrl
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -21,22 +23,15 @@ DAMAGE_SHOWN = 50
 
 @reports_errors
 def audit(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="Name of the run.")],
-    store: Annotated[
-        str | None,
-        typer.Option("--store", metavar="URL", help="A folder or s3://bucket/prefix.  [default: .rlhf/store]"),
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    run: RunName,
+    store: StoreUrl = None,
+    as_json: AsJson = False,
     everything: Annotated[bool, typer.Option("--all", help="Show every iteration, not the last 20.")] = False,
 ) -> None:
     """Verify every object of a run and account for every sample; exit code 3 if anything is damaged."""
     from flows.cli import tables
 
-    if store is None:
-        from rlhf_core.config.place import StorageConfig
-
-        store = StorageConfig().url
-    view = _with_progress(store, run)
+    view = _with_progress(store_url(store), run)
     if as_json:
         tables.print_json(view)
     else:

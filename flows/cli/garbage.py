@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from flows.cli.driving import store_url
 from flows.cli.errors import reports_errors, say
+from flows.cli.options import RunName, StoreUrl
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -19,29 +21,20 @@ _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 @reports_errors
 def gc(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="Name of the run.")],
+    run: RunName,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be deleted, and delete nothing.")] = False,
-    store: Annotated[
-        str | None,
-        typer.Option("--store", metavar="URL", help="A folder or s3://bucket/prefix.  [default: .rlhf/store]"),
-    ] = None,
+    store: StoreUrl = None,
     grace_hours: Annotated[
         float,
         typer.Option("--grace-hours", min=0, metavar="H", help="Leave alone what nobody committed and is younger."),
     ] = 1.0,
 ) -> None:
     """Delete what killed processes left behind: lost attempts, partial uploads, local files, actors."""
-    from infra.object_store import open_store
     from infra.settings import load_settings
-    from rlhf_core.config.place import StorageConfig
-    from rlhf_core.errors import StoreError
     from rlhf_core.lineage import load_lineage
+    from tasks.runs import open_named_store
 
-    url = store if store is not None else StorageConfig().url
-    try:
-        opened = open_store(url)
-    except ValueError as error:
-        raise StoreError(f"store {url!r}: {error}") from None
+    opened = open_named_store(store_url(store))
     load_lineage(opened, run)  # a wrong name is reported before anything is connected to
     ray = _join_ray()
     # Only now: Ray reads the environment when it is imported.

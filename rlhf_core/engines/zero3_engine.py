@@ -18,6 +18,7 @@ from rlhf_core.algorithms.kl import token_kl
 from rlhf_core.algorithms.losses import add_kl, policy_loss
 from rlhf_core.algorithms.masked import Denominators, count, length_mask, masked_sum, pad_rows
 from rlhf_core.config.learning import AlgorithmConfig, LearnSettings, OptimConfig
+from rlhf_core.engines.build_lock import clear_abandoned
 from rlhf_core.engines.heap import trim_heap
 from rlhf_core.engines.offload import Offloader
 from rlhf_core.engines.policy_model import PolicyModel, exported_name, load_policy
@@ -418,7 +419,11 @@ def _join(settings: TrainerSettings) -> None:
         DS_ACCELERATOR="cpu" if settings.device == "cpu" else "cuda",
     )
     import deepspeed
+    from torch.utils.cpp_extension import get_default_build_root
 
+    clear_abandoned(
+        Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
+    )  # DeepSpeed builds a helper
     torch.manual_seed(settings.seed)
     deepspeed.init_distributed(
         dist_backend="gloo" if settings.device == "cpu" else "nccl",
