@@ -9,7 +9,7 @@ from rlhf_core.config import RunConfig
 from rlhf_core.errors import CorruptObject, DigestMismatch
 from rlhf_core.manifests import BaseRecord, CheckpointRecord, ClusterRef
 from rlhf_core.records import commit_record
-from tasks.applying import apply_update
+from tasks.apply_update import apply_update
 from tasks.context import StageContext
 from tasks.progress import newest_checkpoint
 

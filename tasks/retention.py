@@ -10,7 +10,7 @@ The rule. Only what the head branch itself wrote is ever deleted; what it shares
   iteration. Iterations retire in order. Manifests and DONE.json stay for ever.
 
 A checkpoint's record is deleted before its files, and RETIRED.json is written before a shard is deleted, so whoever looks
-finds either the whole or a word that it is gone. What a killed process leaves behind is found by ``tasks.garbage``.
+finds either the whole or a word that it is gone. What a killed process leaves behind is found by ``tasks.garbage.collect``.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from rlhf_core.errors import GuardTripped, NumericsError
 from rlhf_core.guards import BATCH, UPDATE, violations
 from rlhf_core.manifests import GuardRecord, StageManifest
 from rlhf_core.records import commit_record, find_record
-from tasks.applying import apply_update
+from tasks.apply_update import apply_update
 from tasks.context import StageContext
 from tasks.stage import stage_task
 

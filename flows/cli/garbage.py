@@ -14,7 +14,7 @@ from flows.cli.options import RunName, StoreUrl
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from tasks.garbage import Garbage
+    from tasks.garbage.collect import Garbage
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
@@ -38,7 +38,7 @@ def gc(
     load_lineage(opened, run)  # a wrong name is reported before anything is connected to
     ray = _join_ray()
     # Only now: Ray reads the environment when it is imported.
-    from tasks.garbage import collect, find_garbage, ray_answers
+    from tasks.garbage.collect import collect, find_garbage, ray_answers
 
     ray = ray and ray_answers()
     if not ray:

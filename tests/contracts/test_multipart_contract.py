@@ -10,7 +10,7 @@ from infra.object_store import LocalObjectStore
 from infra.object_store.listing import list_objects
 from infra.object_store.multipart import Upload, abort_uploads, list_uploads
 from rlhf_core.lease import Holder, Lease
-from tasks.garbage import collect, find_garbage
+from tasks.garbage.collect import collect, find_garbage
 from tests.fixtures.stored_run import StoredRun
 
 MIB = 2**20

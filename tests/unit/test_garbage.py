@@ -18,7 +18,7 @@ from rlhf_core.lease import Claim, Heartbeat, Holder, Lease, lease_state
 from rlhf_core.lineage import head_of, load_lineage, start_branch, start_revision
 from rlhf_core.manifests import CheckpointRecord, ParentRef, RetiredRecord
 from rlhf_core.records import canonical, commit_record, load_record, seal
-from tasks.garbage import collect, find_garbage
+from tasks.garbage.collect import collect, find_garbage
 from tests.fixtures.stored_run import StoredRun, record_of
 
 HOUR = 3600.0

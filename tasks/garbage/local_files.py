@@ -10,7 +10,7 @@ from urllib.parse import unquote
 from infra.object_store.listing import StoredObject
 from rlhf_core.buffer import find_stage
 from rlhf_core.lineage import Lineage
-from tasks.judging import Store, Verdict, data_place
+from tasks.garbage.verdicts import Store, Verdict, data_place
 
 #: A finished segment that the store did not take yet; its file is named after its key.
 _SEGMENT = ".segment"

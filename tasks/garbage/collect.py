@@ -39,8 +39,8 @@ from rlhf_core.errors import RunLocked
 from rlhf_core.lease import Holder, Lease, lease_state, require_free
 from rlhf_core.lineage import Lineage, current_revision, load_lineage
 from tasks.cluster import NAMESPACE, reservation_name, stop_actors
-from tasks.judging import BranchJudge, Store, Verdict
-from tasks.leftover_files import delete_files, find_files
+from tasks.garbage.local_files import delete_files, find_files
+from tasks.garbage.verdicts import BranchJudge, Store, Verdict
 from tasks.runs import load_config_of
 
 Kind = Literal["actor", "reservation", "local file", "branch", "shard", "checkpoint file", "upload"]

@@ -1,4 +1,4 @@
-"""Whether an object of a branch is garbage. The rule is told in ``tasks.garbage``."""
+"""Whether an object of a branch is garbage. The rule is told in ``tasks.garbage.collect``."""
 
 from __future__ import annotations
 

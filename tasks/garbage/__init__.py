@@ -1,0 +1,1 @@
+"""``rlhf gc``: what killed processes left behind, and what of it may go."""
