@@ -60,9 +60,9 @@ class RolloutActor(Fenced):
         return super().claim(epoch)
 
     def upload_leftovers(self, epoch: int) -> int:
-        """Upload what earlier processes on this node finished but could not bring into the store; how many segments."""
+        """Upload what earlier processes of this name finished here but could not bring into the store; how many segments."""
         self.require_epoch(epoch)
-        return sum(upload_leftovers(self.store, folder) for folder in sorted(self.staging.folder.parent.glob("*")))
+        return upload_leftovers(self.store, self.staging.folder)
 
     def generate(self, epoch: int, job: GenerateJob) -> StageResult:
         """Sample the job's prompts; finished groups become durable segments while the others run.

@@ -137,11 +137,8 @@ def upload_leftovers(store: ObjectStore, folder: Path) -> int:
     count = 0
     for path in sorted(folder.glob(f"*{_SUFFIX}")):
         key = unquote(path.name.removesuffix(_SUFFIX))
-        try:
-            store.put(key, path.read_bytes())
-            path.unlink()
-        except FileNotFoundError:  # another engine on this node was faster
-            continue
+        store.put(key, path.read_bytes())
+        path.unlink()
         count += 1
     for partial in folder.glob("*.partial"):
         partial.unlink(missing_ok=True)
