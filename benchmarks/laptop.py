@@ -84,17 +84,19 @@ def train(
     environment = {**psutil.Process().environ(), "RLHF_HOME": str(home)}
     memory = Memory()
     memory.start()
-    with log.open("w") as sink:
-        command = [*CLI, "train", "laptop", "--run", name, "--set", f'storage.url="{home}/store"', *overrides]
-        driver = subprocess.Popen(command, env=environment, stdout=sink, stderr=subprocess.STDOUT, cwd=home)
-        if pause is not None:
-            follow(driver, log, *pause)
-        if driver.wait():
-            raise RuntimeError(f"the run failed: see {log}")
-    memory.done.set()
-    show = [*CLI, "show", name, "--json", "--store", f"{home}/store"]
-    view = json.loads(subprocess.run(show, check=True, capture_output=True, text=True, env=environment).stdout)
-    subprocess.run([*CLI, "down"], check=True, env=environment)
+    command = [*CLI, "train", "laptop", "--run", name, "--set", f'storage.url="{home}/store"', *overrides]
+    try:
+        with log.open("w") as sink:
+            driver = subprocess.Popen(command, env=environment, stdout=sink, stderr=subprocess.STDOUT, cwd=home)
+            if pause is not None:
+                follow(driver, log, *pause)
+            if driver.wait():
+                raise RuntimeError(f"the run failed: see {log}")
+        memory.done.set()
+        show = [*CLI, "show", name, "--json", "--store", f"{home}/store"]
+        view = json.loads(subprocess.run(show, check=True, capture_output=True, text=True, env=environment).stdout)
+    finally:
+        subprocess.run([*CLI, "down"], check=True, env=environment)
     return view, memory.peak
 
 
