@@ -6,6 +6,7 @@ that does not know that an actor has died.
 
 from __future__ import annotations
 
+import math
 import time
 import uuid
 from collections.abc import Callable
@@ -27,6 +28,9 @@ StageCall = Callable[[RunConfig, ClusterRef, int], StageManifest]
 
 #: Trying again cannot help these.
 _FINAL = (UserError, IntegrityError, NumericsError, FencedOut, WorkerDied)
+
+#: Key in a manifest's details: names of the metrics that were NaN or infinite.
+NOT_FINITE = "not_finite"
 
 #: Waits between retries, doubled each time.
 _RETRY_SECONDS = 2
@@ -79,6 +83,22 @@ def stage_task(name: str, *, retryable: bool) -> Callable[[StageWork], StageCall
     return decorate
 
 
-def manifest_of(context: StageContext, stage: str, **fields: Any) -> StageManifest:
-    """A manifest of this attempt, not yet committed."""
-    return StageManifest(run=context.run, iteration=context.iteration, stage=stage, attempt=context.attempt, **fields)
+def manifest_of(context: StageContext, stage: str, *, metrics: dict[str, float], **fields: Any) -> StageManifest:
+    """A manifest of this attempt, not yet committed.
+
+    A record holds neither NaN nor infinity. Metrics that are not finite are named in the details instead, where the update's
+    guard finds them; the data that they were made of is kept for inspection.
+    """
+    finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
+    details = dict(fields.pop("details", {}))
+    if broken := sorted(metrics.keys() - finite):
+        details[NOT_FINITE] = broken
+    return StageManifest(
+        run=context.run,
+        iteration=context.iteration,
+        stage=stage,
+        attempt=context.attempt,
+        metrics=finite,
+        details=details,
+        **fields,
+    )

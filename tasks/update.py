@@ -11,7 +11,7 @@ from rlhf_core.manifests import GuardRecord, StageManifest
 from rlhf_core.records import commit_record, find_record
 from tasks.apply_update import apply_update
 from tasks.context import StageContext
-from tasks.stage import stage_task
+from tasks.stage import NOT_FINITE, stage_task
 
 
 @stage_task("update", retryable=False)
@@ -24,14 +24,15 @@ def update(context: StageContext) -> StageManifest:
     guards, iteration = context.config.guards, context.iteration
     key = layout.guard(context.run, iteration)
     rolled_back = find_record(context.store, key, GuardRecord)
-    reason = rolled_back.reason if rolled_back else "; ".join(violations(guards, _batch_metrics(context), BATCH))
+    reason = rolled_back.reason if rolled_back else "; ".join(_batch_violations(context))
     if reason:
         _require_skip(context, reason)
         get_run_logger().warning("iteration %d is left out: %s", iteration, reason)
         return apply_update(context, skipped=reason)
     try:
         manifest = apply_update(context)
-        reason = "; ".join(violations(guards, manifest.metrics, UPDATE))
+        broken = [f"{name} is not a finite number" for name in manifest.details.get(NOT_FINITE, ())]
+        reason = "; ".join(broken + violations(guards, manifest.metrics, UPDATE))
     except NumericsError as error:
         reason = str(error)
     if not reason:
@@ -41,8 +42,11 @@ def update(context: StageContext) -> StageManifest:
     raise GuardTripped(f"iteration {iteration}: {reason}: rolling back to policy version {iteration}")
 
 
-def _batch_metrics(context: StageContext) -> dict[str, float]:
-    return context.stage("score").metrics | context.stage("advantages").metrics
+def _batch_violations(context: StageContext) -> list[str]:
+    """What is out of bounds before the update is begun."""
+    stages = [context.stage(name) for name in ("generate", "score", "advantages")]
+    broken = [f"{m.stage}: {name} is not a finite number" for m in stages for name in m.details.get(NOT_FINITE, ())]
+    return broken + violations(context.config.guards, stages[1].metrics | stages[2].metrics, BATCH)
 
 
 def _require_skip(context: StageContext, reason: str) -> None:

@@ -8,6 +8,8 @@ import pytest
 from pydantic import ValidationError
 
 from infra.object_store import LocalObjectStore
+from rlhf_core import layout
+from rlhf_core.buffer import commit_stage
 from rlhf_core.config import parse_config
 from rlhf_core.config.guards import GuardsConfig
 from rlhf_core.errors import ConfigError, NumericsError
@@ -15,6 +17,7 @@ from rlhf_core.guards import BATCH, UPDATE, violations
 from rlhf_core.manifests import ClusterRef, GuardRecord
 from rlhf_core.records import commit_record
 from tasks.context import StageContext
+from tasks.stage import manifest_of
 from tasks.update import update
 from tests.fixtures.whole_run import CONFIG, Run
 
@@ -127,6 +130,20 @@ def test_a_batch_that_is_out_of_bounds_stops_the_run_before_anything_is_committe
     assert "rlhf rollouts r 3" in str(failed.value)
     assert "guards.action=skip" in str(failed.value)
     assert store.list("") == before
+
+
+@pytest.mark.parametrize("stage", ["score", "advantages"])
+def test_a_batch_with_metrics_that_are_not_finite_is_committed_and_trips_the_guard(store, stage):
+    prepare(store)
+    store.delete([layout.stage_commit("r", 3, name) for name in ("score", "advantages")])
+    numbers = {"policy/entropy": math.nan, "policy/entropy_max": math.inf, "rows/count": 4.0}
+    for name in ("score", "advantages"):
+        metrics = numbers if name == stage else {}
+        made = manifest_of(context(store, 3), name, metrics=metrics, policy_version=3)
+        assert made.metrics == ({"rows/count": 4.0} if name == stage else {})
+        commit_stage(store, made)
+    with pytest.raises(NumericsError, match=f"iteration 3: {stage}: policy/entropy is not a finite number; {stage}: "):
+        work(context(store, 3))
 
 
 def test_too_many_skipped_batches_in_a_row_stop_the_run(store):
