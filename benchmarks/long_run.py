@@ -188,7 +188,8 @@ def train(home: Path, arguments: argparse.Namespace) -> Recorder:
         StageContext._group = lambda self, names: StandIns(names, self.store, held)
         tasks.driver.Driver.pending = watched(tasks.driver.Driver.pending, recorder)
         with suppress(TimeIsUp):
-            train_rlhf(configuration(home, home / "model", arguments.iterations))
+            while not train_rlhf(configuration(home, home / "model", arguments.iterations)).finished:
+                pass
         recorder.look_at_memory(len(recorder.samples))
         return recorder
     finally:

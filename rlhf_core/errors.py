@@ -11,6 +11,7 @@ RLHFError
 ├── RunStateError                  the run is not in the state that the call needs
 │   ├── RunLocked                  another driver holds the run
 │   ├── FencedOut                  this caller was replaced by a newer owner
+│   ├── TooManyRestarts            its process died again and again
 │   └── NotCommitted               a stage, checkpoint or run that nobody has committed
 ├── IntegrityError                 bytes or weights that are not what their manifest says
 │   ├── CorruptObject              an object whose length or digest differs
@@ -69,6 +70,10 @@ class RunLocked(RunStateError):
 
 class FencedOut(RunStateError):
     """This caller was replaced by a newer owner and must stop."""
+
+
+class TooManyRestarts(RunStateError):
+    """An automation has started the run again and again; somebody has to look."""
 
 
 class NotCommitted(RunStateError):

@@ -66,6 +66,12 @@ def check_branch(branch_id: str) -> str:
     return branch_id
 
 
+def named_branch(text: str) -> str:
+    """Id of the branch that a user names with a ``~``: ``NAME~0`` is what the run was before its first rerun."""
+    name, _, revision = text.partition("~")
+    return check_run(name) if revision == "0" else check_branch(text)
+
+
 def run_name(branch_id: str) -> str:
     """The name of the run that a branch belongs to."""
     return check_branch(branch_id).partition("~")[0]

@@ -101,8 +101,11 @@ def head_of(store: ObjectStore, run: str) -> str:
 
 
 def load_lineage(store: ObjectStore, run: str) -> Lineage:
-    """Lineage of a run, or of one branch (``NAME~N``). NotCommitted if it, or something it shares, is not there."""
-    branch = run if "~" in run else head_of(store, run)
+    """Lineage of a run, or of one branch (``NAME~N``; ``NAME~0`` is the run before its first rerun).
+
+    NotCommitted if it, or something it shares, is not there.
+    """
+    branch = layout.named_branch(run) if "~" in run else head_of(store, run)
     records: list[RunRecord] = []
     while True:
         record = find_record(store, layout.run_record(branch), RunRecord)

@@ -232,10 +232,11 @@ class Progress(Manifest):
 
 
 class RunSummary(Manifest):
-    """What a finished run hands back."""
+    """What a flow run hands back."""
 
     run: str
-    iterations: int
+    iterations: int = Field(description="Finished iterations.")
+    finished: bool = Field(default=True, description="False: another flow run goes on.")
     policy_version: int
     reward_before: float | None = None
     reward_after: float | None = None

@@ -11,6 +11,7 @@ from uuid import UUID
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 from prefect.logging import get_run_logger
+from prefect.runtime import flow_run
 
 from infra.object_store import bare_store
 from infra.ray_cluster import reconnect
@@ -26,6 +27,7 @@ from tasks.export import find_export
 from tasks.preflight import check_before_start
 from tasks.progress import load_progress
 from tasks.reporting import report_summary, show_progress, start_progress
+from tasks.restarts import check_restarts
 from tasks.retention import retire
 from tasks.summary import summarize
 from tasks.zombies import end_zombies
@@ -118,13 +120,22 @@ class Driver:
         return done == self.config.iterations or (every > 0 and done % every == 0)
 
     def pending(self) -> Iterator[int]:
-        """The iterations still to do. Finished ones are not touched: they create no runs."""
-        first = load_progress(self.lease.store, self.lineage).next_iteration
+        """The iterations that this flow run is to do. Finished ones are not touched: they create no runs.
+
+        A subflow does all that are left. It could not be ended and another one be started: its parent waits for it.
+        """
+        first, last = load_progress(self.lease.store, self.lineage).next_iteration, self.config.iterations
+        if flow_run.get_parent_flow_run_id() is None:
+            last = min(last, first + self.config.limits.iterations_per_flow_run)
         self._bar = start_progress(self.config, first)
-        for iteration in range(first, self.config.iterations):
+        for iteration in range(first, last):
             self.lease.check()
             yield iteration
             show_progress(self._bar, self.config, iteration + 1)
+
+    def has_more(self) -> bool:
+        """Whether iterations are left for another flow run."""
+        return load_progress(self.lease.store, self.lineage).next_iteration < self.config.iterations
 
     def publish(self, cluster: ClusterRef, wait: bool = False) -> None:
         """Commit a checkpoint that has been uploaded meanwhile, and delete what it makes superfluous.
@@ -140,6 +151,10 @@ class Driver:
         if published is not None:
             retire(context.store, self.lineage, self.config)
 
+    def hand_over(self) -> RunSummary:
+        """Summary so far. The actors stay for the flow run that goes on."""
+        return summarize(self.config, time.monotonic() - self.started).model_copy(update={"finished": False})
+
     def finish(self) -> RunSummary:
         """Summary of the run; its actors end."""
         stop_actors(self.config)
@@ -151,6 +166,7 @@ class Driver:
 @contextmanager
 def drive(config: RunConfig) -> Iterator[Driver]:
     """Check the run, take its lease, and give it back at the end. RunLocked if another living driver holds it."""
+    check_restarts(config)
     preflight(config)
     store = open_run_store(config)
     with Lease.acquire(store, config.run_id, Holder.current(), beats=bare_store(store)) as lease:

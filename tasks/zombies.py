@@ -20,7 +20,8 @@ _MESSAGE = "its process is gone: a later driver of the run holds the lease"
 def end_zombies(run: str) -> int:
     """Mark what earlier drivers of the run left as running as crashed; returns how many flow runs that were.
 
-    Only for the holder of the run's lease: all other drivers are dead, or stop at their next look at it.
+    Only for the holder of the run's lease: all other drivers are dead, or stop at their next look at it. The state has a name of
+    its own, so that no automation starts them again.
     """
     mine = str(flow_run.get_id())
     with get_client(sync_client=True) as client:
@@ -32,7 +33,7 @@ def end_zombies(run: str) -> int:
         )
         dead = [other for other in found if str(other.id) != mine and _is_of(other, run)]
         for other in dead:
-            client.set_flow_run_state(other.id, Crashed(message=_MESSAGE), force=True)
+            client.set_flow_run_state(other.id, Crashed(name="Replaced", message=_MESSAGE), force=True)
     if dead:
         get_run_logger().info("marked %d flow runs of killed drivers as crashed", len(dead))
     return len(dead)

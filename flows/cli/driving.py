@@ -42,7 +42,8 @@ def drive(config: RunConfig) -> None:
         from flows.train_rlhf import train_rlhf
 
         with run_bar(config):
-            summary = train_rlhf(config)
+            while not (summary := train_rlhf(config)).finished:
+                pass  # a flow run of bounded length has ended; the next one goes on
     except KeyboardInterrupt:
         say(f"rlhf: interrupted; what is committed is kept. Continue with: {resume_command(config)}")
         raise typer.Exit(EXIT_INTERRUPTED) from None

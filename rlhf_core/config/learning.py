@@ -135,8 +135,12 @@ class LimitsConfig(Section):
     """Retries of the stages that may be retried in place (generate, score, advantages, sync)."""
     recoveries: int = Field(default=5, ge=0)
     """How often in a row, without an iteration finished in between, dead workers are rebuilt before the run fails."""
+    restarts: int = Field(default=20, ge=0)
+    """How often an automation may start a flow run again whose process has died (infra/deploy/automations.yaml)."""
     store_outage_seconds: float = Field(default=900.0, ge=0)
     """How long an object store that does not answer is waited for before a stage fails."""
+    iterations_per_flow_run: int = Field(default=500, ge=1)
+    """A flow run ends after so many iterations and another one goes on, so that the pages of a long run stay readable."""
 
 
 class TrackingConfig(Section):

@@ -144,6 +144,18 @@ class World:
         with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=30) as answer:
             return json.load(answer)
 
+    def prefect_command(self, *arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+        """Prefect's own command, on the services."""
+        return subprocess.run(
+            [sys.executable, "-m", "prefect", "--no-prompt", *arguments],
+            cwd=cwd or self.folder,
+            env=self.environment(**self.services),
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+
     def flow_runs(self, name: str) -> list[dict[str, Any]]:
         """Flow runs of this name, the newest first."""
         return self.prefect(

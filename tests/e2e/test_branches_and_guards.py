@@ -57,7 +57,9 @@ def test_a_fork_learns_with_its_own_settings(world, reference):
 
 
 def test_a_run_goes_on_with_fewer_ranks(world):
-    world.train("wide", "--set", "iterations=3", "--set", "resources.trainer_ranks=2", timeout=240)
+    words = ("iterations=3", "resources.trainer_ranks=2", "limits.iterations_per_flow_run=2")
+    world.train("wide", *(part for word in words for part in ("--set", word)), timeout=240)
+    assert [run["state_type"] for run in world.flow_runs("wide")] == ["COMPLETED"] * 2
     for words in (
         ("rerun", "wide", "--iteration", "2", "--from", "advantages", "--no-train"),
         ("resume", "wide", "--new-topology", "resources.trainer_ranks=1"),

@@ -78,6 +78,7 @@ def test_reruns_of_reruns_and_a_fork_of_a_rerun(store):
     # Older revisions stay what they were.
     assert owners(load_lineage(store, "r~1")) == laid_over(*begins[:2])
     assert owners(load_lineage(store, "r~2")) == laid_over(*begins[:3])
+    assert owners(load_lineage(store, "r~0")) == laid_over(*begins[:1])
     assert head_of(store, "r") == "r~3"
     assert [(r.revision, r.parent.run) for r in revisions(store, "r")] == [(1, "r"), (2, "r~1"), (3, "r~2")]
 

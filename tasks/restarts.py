@@ -1,0 +1,28 @@
+"""Flow runs that an automation starts again when their process has died (infra/deploy/automations.yaml)."""
+
+from __future__ import annotations
+
+from uuid import UUID
+
+from prefect import get_client
+from prefect.runtime import flow_run
+
+from rlhf_core.config import RunConfig
+from rlhf_core.errors import TooManyRestarts
+
+#: The message that the automation gives the new state.
+BY_AUTOMATION = "restarted by automation"
+
+
+def check_restarts(config: RunConfig) -> None:
+    """TooManyRestarts if the automation started this flow run, and had done so `limits.restarts` times before."""
+    with get_client(sync_client=True) as client:
+        states = client.read_flow_run_states(UUID(str(flow_run.get_id())))
+    starts = [s for s in sorted(states, key=lambda s: s.timestamp) if s.is_scheduled()]
+    count = sum(s.message == BY_AUTOMATION for s in starts)
+    # A start by a person is always good: who presses Retry has looked.
+    if count > config.limits.restarts and starts[-1].message == BY_AUTOMATION:
+        raise TooManyRestarts(
+            f"the process of run {config.run_id} has died {count} times; limits.restarts = {config.limits.restarts}. "
+            "Its logs tell why (often memory). Then press Retry, or: rlhf resume " + config.run_id
+        )
