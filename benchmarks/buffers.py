@@ -34,6 +34,7 @@ from infra.object_store import open_store
 from infra.s3_server import S3Server
 from rlhf_core.actors.fence import Fenced
 from rlhf_core.actors.jobs import GenerateJob, StageResult
+from rlhf_core.actors.one_thread import on_one_thread
 from rlhf_core.actors.rollout_actor import RolloutActor, Staging
 from rlhf_core.arrays import ragged
 from rlhf_core.buffer import StageWriter, commit_stage, read_rows
@@ -75,6 +76,7 @@ class StandInEngine:
             yield group
 
 
+@on_one_thread
 class StandInActor(RolloutActor):
     """The actor without vLLM."""
 

@@ -14,6 +14,7 @@ import pyarrow as pa
 
 from rlhf_core.actors.fence import Fenced
 from rlhf_core.actors.jobs import GenerateJob, StageResult
+from rlhf_core.actors.one_thread import on_one_thread
 from rlhf_core.actors.stream import SegmentStream, upload_leftovers
 from rlhf_core.arrays import ragged
 from rlhf_core.buffer import StageWriter
@@ -40,6 +41,7 @@ class Staging:
 _BYTES_PER_TOKEN = 100
 
 
+@on_one_thread
 class RolloutActor(Fenced):
     """Holds one engine. ``store`` is where segments go."""
 

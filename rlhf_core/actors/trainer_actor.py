@@ -14,6 +14,7 @@ import torch
 from rlhf_core.actors.checkpointing import CheckpointUpload, SavedCheckpoint, discard, fetch
 from rlhf_core.actors.fence import Fenced
 from rlhf_core.actors.jobs import ExperienceJob, StageResult, UpdateJob
+from rlhf_core.actors.one_thread import on_one_thread
 from rlhf_core.actors.weight_push import EngineSink
 from rlhf_core.algorithms.advantages import group_relative, per_token
 from rlhf_core.algorithms.batching import plan_microbatches
@@ -29,6 +30,7 @@ from rlhf_core.ports import ObjectStore
 from rlhf_core.schema import check_table, experience_schema
 
 
+@on_one_thread
 class TrainerActor(Fenced):
     """Holds one rank. Every call that runs the model must reach all ranks. ``staging``: a local folder for checkpoints."""
 
