@@ -54,10 +54,13 @@ BUCKET = "buffers"
 
 
 class StandInEngine:
-    """Yields ready-made groups after the pace or the work of each; ``handed_over[group]`` is when."""
+    """Yields ready-made groups after the pace or the work of each; ``handed_over[group]`` is when.
+
+    ``cpu`` is what the thread that runs it has used for a whole call, in seconds.
+    """
 
     def __init__(self, groups: Sequence[FinishedGroup]) -> None:
-        self.groups, self.before_each = groups, lambda n: None
+        self.groups, self.before_each, self.cpu = groups, lambda n: None, 0.0
         self.handed_over: dict[int, float] = {}
 
     def keep_pace(self, seconds: float) -> None:
@@ -70,10 +73,12 @@ class StandInEngine:
         self.before_each = lambda n: work(units)
 
     def generate(self, prompts: object, sampling: object, version: int, seed: object) -> Iterator[FinishedGroup]:
+        started = time.thread_time()
         for n, group in enumerate(self.groups):
             self.before_each(n)
             self.handed_over[group.index] = time.monotonic()
             yield group
+        self.cpu = time.thread_time() - started
 
 
 @on_one_thread
@@ -225,12 +230,12 @@ def measure_overhead(bench: Streaming, seconds: float, repetitions: int) -> dict
     calls: dict[str, Callable[[], object]] = {"stream": bench.stream, "memory": bench.keep}
     for repetition in range(repetitions):
         for name in ("stream", "memory") if repetition % 2 else ("memory", "stream"):
-            engine, cpu, wall = time.thread_time(), time.process_time(), time.monotonic()
+            cpu, wall = time.process_time(), time.monotonic()
             result = calls[name]()
             walls[name].append(time.monotonic() - wall)
             cpus[name].append(time.process_time() - cpu)
             if name == "stream":
-                others.append(cpus[name][-1] - (time.thread_time() - engine))
+                others.append(cpus[name][-1] - bench.engine.cpu)
                 latencies.append(bench.latencies(result))
                 flushes.append(result.metrics["generate/flush_seconds"].value)
     wall = {name: statistics.median(values) for name, values in walls.items()}
