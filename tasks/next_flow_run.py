@@ -24,6 +24,7 @@ def start_next(config: RunConfig, iteration: int) -> None:
         return
     started = run_deployment(
         identity,
+        flow_run_name=config.run_id,
         parameters={"config": config.model_dump(mode="json")},
         timeout=0,
         as_subflow=False,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from uuid import UUID
 
 from prefect import get_client
@@ -18,8 +19,10 @@ def check_restarts(config: RunConfig) -> None:
     """TooManyRestarts if the automation started this flow run, and had done so `limits.restarts` times before."""
     with get_client(sync_client=True) as client:
         states = client.read_flow_run_states(UUID(str(flow_run.get_id())))
-    starts = [s for s in sorted(states, key=lambda s: s.timestamp) if s.is_scheduled()]
-    count = sum(s.message == BY_AUTOMATION for s in starts)
+    states.sort(key=lambda state: state.timestamp)
+    # A death is often reported twice, by the process and by its worker, and the automation answers twice. Starts are what counts.
+    starts = [state for state, later in pairwise(states) if state.is_scheduled() and later.is_pending()]
+    count = sum(state.message == BY_AUTOMATION for state in starts)
     # A start by a person is always good: who presses Retry has looked.
     if count > config.limits.restarts and starts[-1].message == BY_AUTOMATION:
         raise TooManyRestarts(
