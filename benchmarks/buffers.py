@@ -54,10 +54,7 @@ BUCKET = "buffers"
 
 
 class StandInEngine:
-    """Yields ready-made groups after the pace or the work of each; ``handed_over[group]`` is when.
-
-    ``cpu`` is what the thread that runs it has used for a whole call, in seconds.
-    """
+    """Yields ready-made groups after the pace or the work of each; ``handed_over[group]`` is when, ``cpu`` its thread's seconds."""
 
     def __init__(self, groups: Sequence[FinishedGroup]) -> None:
         self.groups, self.before_each, self.cpu = groups, lambda n: None, 0.0
@@ -245,10 +242,8 @@ def measure_overhead(bench: Streaming, seconds: float, repetitions: int) -> dict
         "wall": wall,
         "overhead": wall["stream"] / wall["memory"] - 1,
         "overhead of each pair": pairs,
-        "overhead of the fastest": min(walls["stream"]) / min(walls["memory"]) - 1,
         "flush seconds": flushes,
         "cpu": cpu,
-        "cpu overhead": cpu["stream"] / cpu["memory"] - 1,
         "cpu of the stream's threads": others,
         "cpu of the stream's threads / engine": statistics.median(others) / cpu["memory"],
         "walls": walls,
@@ -410,8 +405,6 @@ def print_figures(result: dict) -> None:
         "the same, busy engine, median": busy["median"],
         "the same, busy engine, max": busy["max"],
         "overhead, wall (asked: 0.02)": overhead["overhead"],
-        "overhead, fastest of each": overhead["overhead of the fastest"],
-        "overhead, CPU of the process": overhead["cpu overhead"],
         "CPU of stream's threads / engine": overhead["cpu of the stream's threads / engine"],
         "write, ours / pyarrow (0.5)": throughput["write, ours / theirs"],
         "read, ours / pyarrow (0.5)": throughput["read, ours / theirs"],

@@ -10,6 +10,7 @@ from prefect.runtime import flow_run
 
 from rlhf_core.config import RunConfig
 from rlhf_core.errors import TooManyRestarts
+from tasks.runs import resume_command
 
 #: The message that the automation gives the new state.
 BY_AUTOMATION = "restarted by automation"
@@ -27,5 +28,5 @@ def check_restarts(config: RunConfig) -> None:
     if count > config.limits.restarts and starts[-1].message == BY_AUTOMATION:
         raise TooManyRestarts(
             f"the process of run {config.run_id} has died {count} times; limits.restarts = {config.limits.restarts}. "
-            "Its logs tell why (often memory). Then press Retry, or: rlhf resume " + config.run_id
+            f"Its logs tell why (often memory). Then press Retry, or: {resume_command(config.run_id, config.storage.url)}"
         )

@@ -10,6 +10,7 @@ from infra.object_store import open_store
 from rlhf_core import layout
 from rlhf_core.buffer import read_rows
 from rlhf_core.config import RunConfig, parse_config
+from rlhf_core.config.place import StorageConfig
 from rlhf_core.errors import StoreError
 from rlhf_core.lineage import Lineage, load_lineage
 from rlhf_core.manifests import STAGES, EvaluationRecord, ExportRecord, IterationRecord, RunRecord, StageManifest
@@ -74,7 +75,7 @@ def describe_run(store_url: str, run: str, newest: int | None = None) -> RunView
         reward_after=_greedy(after),
         tokens_per_second=sum(speeds) / len(speeds) if speeds else None,
         export=export.folder if export else None,
-        next_step=_next_step(run, progress.next_iteration, planned, export, started),
+        next_step=_next_step(resume_command(run, store_url), progress.next_iteration, planned, export, started),
         stages=tuple(views),
         lineage=tuple(_origin(record) for record in lineage.records if record.parent is not None),
     )
@@ -153,6 +154,12 @@ def open_named_store(store_url: str) -> Any:
         raise StoreError(f"store {store_url!r}: {error}") from None
 
 
+def resume_command(run: str, store_url: str) -> str:
+    """What continues the run, for people to copy."""
+    store = f" --store {store_url}" if store_url != StorageConfig().url else ""
+    return f"rlhf resume {run}{store}"
+
+
 def _row(store: ObjectStore, run: str) -> RunRow:
     lineage = load_lineage(store, run)
     progress = load_progress(store, lineage)
@@ -200,10 +207,10 @@ def _state(done: int, planned: int, after: Any, export: Any, started: dict[str, 
     return "started" if done or started else "new"
 
 
-def _next_step(run: str, done: int, planned: int, export: Any, started: dict[str, StageManifest]) -> str:
+def _next_step(resume: str, done: int, planned: int, export: Any, started: dict[str, StageManifest]) -> str:
     if done >= planned:
         if export is None:
-            return f"evaluation and export are missing: rlhf resume {run}"
+            return f"evaluation and export are missing: {resume}"
         return f"nothing: use {export.folder}"
     missing = next((name for name in STAGES if name not in started), "commit")
-    return f"stage {missing} of iteration {done}: rlhf resume {run}"
+    return f"stage {missing} of iteration {done}: {resume}"

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from flows.cli.driving import drive, resume_command, store_url
+from flows.cli.driving import drive, store_url
 from flows.cli.errors import reports_errors, say
 from flows.cli.options import Overrides, RunName, StoreUrl
 
@@ -56,6 +56,8 @@ def fork(
 
 def _go_on(config: RunConfig, no_train: bool) -> None:
     if no_train:
-        say(f"continue with: {resume_command(config)}")
+        from tasks.runs import resume_command
+
+        say(f"continue with: {resume_command(config.run_id, config.storage.url)}")
     else:
         drive(config)

@@ -21,12 +21,6 @@ def store_url(url: str | None) -> str:
     return StorageConfig().url
 
 
-def resume_command(config: RunConfig) -> str:
-    """What continues the run."""
-    store = f" --store {config.storage.url}" if config.storage.url != store_url(None) else ""
-    return f"rlhf resume {config.run_id}{store}"
-
-
 def drive(config: RunConfig) -> None:
     """Check, bring up or find the services, train, print the result."""
     from tasks.preflight import check_before_start
@@ -45,7 +39,10 @@ def drive(config: RunConfig) -> None:
             while not (summary := train_rlhf(config)).finished:
                 pass  # a flow run of bounded length has ended; the next one goes on
     except KeyboardInterrupt:
-        say(f"rlhf: interrupted; what is committed is kept. Continue with: {resume_command(config)}")
+        from tasks.runs import resume_command
+
+        command = resume_command(config.run_id, config.storage.url)
+        say(f"rlhf: interrupted; what is committed is kept. Continue with: {command}")
         raise typer.Exit(EXIT_INTERRUPTED) from None
     from flows.cli import tables
 
