@@ -9,7 +9,7 @@ from typing import Any
 
 logger = logging.getLogger(__name__)
 
-#: Placement groups of runs have this before the run's name.
+#: Placement groups of runs are named PREFIX, then which store, a slash, and the run.
 PREFIX = "rlhf-"
 
 #: Shares of a device that a trainer rank and an engine take of one bundle when they share it. They must add up to 1 or less.
@@ -161,7 +161,7 @@ def _holders(name: str) -> str:
     others = sorted(
         g["name"] for g in groups if g["state"] == "CREATED" and g["name"].startswith(PREFIX) and g["name"] != name
     )
-    runs = [other.removeprefix(PREFIX) for other in others]
+    runs = [other.partition("/")[2] for other in others]
     if not runs:
         return ""
     return f"Devices are held by {', '.join(runs)}; `rlhf gc {runs[0]}` ends the actors of a run that nobody drives. "

@@ -10,7 +10,7 @@ from prefect.cache_policies import NO_CACHE
 from prefect.logging import get_run_logger
 
 from infra.object_store import bare_store, probe_store
-from infra.placement import PREFIX, Plan, actor_options, is_reserved_as, plan_bundles, release, reserve
+from infra.placement import Plan, actor_options, is_reserved_as, plan_bundles, release, reserve
 from infra.ray_cluster import connect, cores_per_node, has_gpus, rendezvous, run_on_worker
 from infra.settings import load_settings
 from rlhf_core.actors.group import ActorGroup, ActorSpec, create, kill
@@ -21,15 +21,13 @@ from rlhf_core.errors import CapacityError, StoreError
 from rlhf_core.manifests import ClusterRef
 from rlhf_core.models import check_model_folder
 from tasks.context import lineage_of, open_run_store
+from tasks.names import namespace_of
 from tasks.preflight import context_length, model_folder
 from tasks.reattach import Kept, bring_engines, claim_intact, find_position
 from tasks.restore import restore_trainers
 
 if TYPE_CHECKING:
     from rlhf_core.engines.zero3_engine import TrainerSettings
-
-#: Ray namespace of all runs; actor names carry the run.
-NAMESPACE = "rlhf"
 
 #: How long a worker may take to try the store.
 _PROBE_SECONDS = 120.0
@@ -45,10 +43,11 @@ def start_cluster(config: RunConfig, branch: str, epoch: int, device: str | None
     CapacityError if the cluster cannot place what is asked for. ``device``: what the run uses already, so that it does not
     go on with CPUs while its GPU node is away.
     """
-    connect(NAMESPACE)
+    namespace = namespace_of(config.storage.url)
+    connect(namespace)
     gpu = _use_gpu(device or config.resources.device)
     cluster = ClusterRef(
-        namespace=NAMESPACE,
+        namespace=namespace,
         branch=branch,
         epoch=epoch,
         device="gpu" if gpu else "cpu",
@@ -64,7 +63,7 @@ def start_cluster(config: RunConfig, branch: str, epoch: int, device: str | None
     gone = [name for name in _all(cluster) if name not in kept]
     if not gone and kept.engines_current:
         return cluster
-    kill(gone, NAMESPACE)
+    kill(gone, namespace)
     if gone:
         _check_store_of_workers(config)
         _create(config, cluster, gpu, frozenset(gone))
@@ -103,8 +102,9 @@ def _log_kept(cluster: ClusterRef, kept: Kept, version: int) -> None:
 
 def stop_actors(config: RunConfig) -> None:
     """End the run's actors and give its devices back. Nothing committed is lost."""
-    connect(NAMESPACE)
-    kill(named_actors(config.run_id, NAMESPACE), NAMESPACE)
+    namespace = namespace_of(config.storage.url)
+    connect(namespace)
+    kill(named_actors(config.run_id, namespace), namespace)
     release(reservation_name(config))
 
 
@@ -120,7 +120,7 @@ def _names(config: RunConfig, kind: str, count: int) -> tuple[str, ...]:
 
 def reservation_name(config: RunConfig) -> str:
     """Name of the run's placement group."""
-    return f"{PREFIX}{config.run_id}"
+    return f"{namespace_of(config.storage.url)}/{config.run_id}"
 
 
 def _create(config: RunConfig, cluster: ClusterRef, gpu: bool, wanted: frozenset[str]) -> None:
@@ -145,7 +145,7 @@ def _create(config: RunConfig, cluster: ClusterRef, gpu: bool, wanted: frozenset
     engine_environment = environment | ({"OMP_NUM_THREADS": "1"} if gpu and not config.resources.threads else {})
     # Every micro-batch has a shape of its own: kernels kept for shapes of earlier iterations are 30 MB an iteration for nothing.
     caches = {} if gpu else dict.fromkeys(("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"), str(_KERNELS))
-    staging = load_settings().home / "staging" / cluster.branch
+    staging = load_settings().home / "staging" / cluster.namespace / cluster.branch
     specs = [
         ActorSpec(
             name,

@@ -21,9 +21,10 @@ from rlhf_core.lease import Holder, Lease
 from rlhf_core.lineage import Lineage, load_lineage
 from rlhf_core.manifests import ClusterRef, RunSummary
 from tasks.checkpoint import publish_checkpoint
-from tasks.cluster import NAMESPACE, start_cluster, stop_actors
+from tasks.cluster import start_cluster, stop_actors
 from tasks.context import StageContext, open_run_store
 from tasks.export import find_export
+from tasks.names import namespace_of
 from tasks.preflight import check_before_start
 from tasks.progress import load_progress
 from tasks.reporting import report_summary, show_progress, start_progress
@@ -101,7 +102,7 @@ class Driver:
         """Actors at the run's policy version, tried anew while workers die."""
         for left in range(rounds, 0, -1):
             try:
-                reconnect(NAMESPACE)
+                reconnect(namespace_of(self.config.storage.url))
                 return start_cluster(self.config, self.lineage.head, self.lease.epoch, self._device)
             except _CURABLE as error:
                 if left == 1:

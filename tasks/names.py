@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from prefect.runtime import flow_run
 
+from infra.object_store import open_store
+from infra.placement import PREFIX
 from rlhf_core.config import RunConfig
+from rlhf_core.records import digest
+
+_DIGITS = 8
 
 
 def named(config: RunConfig) -> RunConfig:
@@ -12,6 +17,11 @@ def named(config: RunConfig) -> RunConfig:
     if config.run is not None:
         return config
     return config.model_copy(update={"run": f"run-{str(flow_run.get_id())[:8]}"})
+
+
+def namespace_of(store_url: str) -> str:
+    """Ray namespace of the runs of a store. Runs of one name in two stores are two runs, also on one cluster."""
+    return PREFIX + digest(open_store(store_url).url.encode())[:_DIGITS]
 
 
 def training_run_name() -> str:

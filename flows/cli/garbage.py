@@ -40,7 +40,7 @@ def gc(
     # Only now: Ray reads the environment when it is imported.
     from tasks.garbage.collect import collect, find_garbage, ray_answers
 
-    ray = ray and ray_answers()
+    ray = ray and ray_answers(opened.url)
     if not ray:
         say("no Ray cluster: actors are not looked for")
     garbage = find_garbage(opened, run, grace_hours * 3600, home=load_settings().home, ray=ray)

@@ -38,9 +38,10 @@ from rlhf_core.actors.leftovers import is_reserved, named_actors
 from rlhf_core.errors import RunLocked
 from rlhf_core.lease import Holder, Lease, lease_state, require_free
 from rlhf_core.lineage import Lineage, current_revision, load_lineage
-from tasks.cluster import NAMESPACE, reservation_name, stop_actors
+from tasks.cluster import reservation_name, stop_actors
 from tasks.garbage.local_files import delete_files, find_files
 from tasks.garbage.verdicts import BranchJudge, Store, Verdict
+from tasks.names import namespace_of
 from tasks.runs import load_config_of
 
 Kind = Literal["actor", "reservation", "local file", "branch", "shard", "checkpoint file", "upload"]
@@ -132,12 +133,12 @@ def collect(store: Store, garbage: Garbage) -> None:
         _delete(store, garbage.run, exclusive, lease.check)
 
 
-def ray_answers() -> bool:
+def ray_answers(store_url: str) -> bool:
     """Connect to the Ray cluster that RAY_ADDRESS names; whether there is one that answers."""
     if load_settings().ray_address is None:
         return False  # Ray would start a cluster of its own
     try:
-        connect(NAMESPACE)
+        connect(namespace_of(store_url))
     except ConnectionError:
         return False
     return True
@@ -191,7 +192,7 @@ def _unborn_branch(store: Store, lineage: Lineage, branch: str) -> list[StoredOb
 
 def _held_by_ray(store: Store, run: str) -> Iterator[Item]:
     reason = "nobody drives the run"
-    for name in named_actors(run, NAMESPACE):
+    for name in named_actors(run, namespace_of(store.url)):
         yield Item("actor", name, 0, reason, exclusive=True)
     reservation = reservation_name(load_config_of(store.url, run))
     if is_reserved(reservation):
@@ -205,7 +206,7 @@ def _delete(store: Store, run: str, items: Sequence[Item], check: Callable[[], N
         members = list(group)
         check()
         if kind == "actor":
-            kill([item.name for item in members], NAMESPACE)
+            kill([item.name for item in members], namespace_of(store.url))
         elif kind == "local file":
             delete_files(item.name for item in members)
         elif kind == "branch":

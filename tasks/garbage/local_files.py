@@ -11,6 +11,7 @@ from infra.object_store.listing import StoredObject
 from rlhf_core.buffer import find_stage
 from rlhf_core.lineage import Lineage
 from tasks.garbage.verdicts import Store, Verdict, data_place
+from tasks.names import namespace_of
 
 #: A finished segment that the store did not take yet; its file is named after its key.
 _SEGMENT = ".segment"
@@ -19,9 +20,9 @@ _SEGMENT = ".segment"
 def find_files(
     store: Store, home: Path, lineage: Lineage, branches: Sequence[str]
 ) -> Iterator[tuple[StoredObject, Verdict]]:
-    """Files below ``HOME/staging/RUN`` (path, size and time), each with whether it may go."""
+    """The files of these branches below ``HOME/staging`` (path, size and time), each with whether it may go."""
     for branch in branches:
-        for folder, _, names in os.walk(home / "staging" / branch):
+        for folder, _, names in os.walk(home / "staging" / namespace_of(store.url) / branch):
             for name in names:
                 path = Path(folder) / name
                 try:

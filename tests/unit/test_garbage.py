@@ -19,6 +19,7 @@ from rlhf_core.lineage import head_of, load_lineage, start_branch, start_revisio
 from rlhf_core.manifests import CheckpointRecord, ParentRef, RetiredRecord
 from rlhf_core.records import canonical, commit_record, load_record, seal
 from tasks.garbage.collect import collect, find_garbage
+from tasks.names import namespace_of
 from tests.fixtures.stored_run import StoredRun, record_of
 
 HOUR = 3600.0
@@ -225,7 +226,8 @@ def test_open_stages_of_a_branch_that_was_replaced(store, run):
 def test_local_files(store, run, tmp_path):
     run.commit(0, "generate")
     home = tmp_path / "home"
-    folder = home / "staging" / "r" / "r-engine-0"
+    staging = home / "staging" / namespace_of(store.url)
+    folder = staging / "r" / "r-engine-0"
     folder.mkdir(parents=True)
     waiting = layout.shard("r", 1, "generate", "x", 0, "0" * 64)
     late = layout.shard("r", 0, "generate", "x", 0, "0" * 64)
@@ -236,12 +238,14 @@ def test_local_files(store, run, tmp_path):
         "odd.segment",
     ):
         (folder / name).write_bytes(b"12345")
-    saved = home / "staging" / "r" / "r-trainer-0" / "checkpoints" / "a"
+    saved = staging / "r" / "r-trainer-0" / "checkpoints" / "a"
     saved.mkdir(parents=True)
     (saved / "rank0.pt").write_bytes(b"x")
-    other = home / "staging" / "r2"
-    other.mkdir()
-    (other / "half.partial").write_bytes(b"x")
+    elsewhere = home / "staging" / namespace_of(str(tmp_path / "another")) / "r" / "r-engine-0"
+    others = (staging / "r2", elsewhere)  # another run, and one of the same name in another store
+    for other in others:
+        other.mkdir(parents=True)
+        (other / "half.partial").write_bytes(b"x")
 
     assert find(store).items == ()
     with Lease.acquire(store, "r", Holder.current()):
@@ -251,9 +255,9 @@ def test_local_files(store, run, tmp_path):
     assert [(i.kind, i.bytes) for i in garbage.items if i.name.endswith("half.partial")] == [("local file", 5)]
     assert garbage.spared == {"a finished segment that waits for the store: `rlhf resume` uploads it": 2}
     collect(store, garbage)
-    kept = sorted(str(path.relative_to(home / "staging")) for path in (home / "staging").rglob("*") if path.is_file())
-    engine = "r/r-engine-0"
-    assert kept == [f"{engine}/odd.segment", f"{engine}/{quote(waiting, safe='')}.segment", "r2/half.partial"]
+    kept = {path for path in (home / "staging").rglob("*") if path.is_file()}
+    mine = {folder / "odd.segment", folder / f"{quote(waiting, safe='')}.segment"}
+    assert kept == mine | {other / "half.partial" for other in others}
     assert not saved.parent.exists()
 
 
