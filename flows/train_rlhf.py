@@ -32,7 +32,7 @@ from tasks.next_flow_run import start_next
 
 def _stop(flow: Any, flow_run: Any, state: Any) -> None:
     """Cancelling the flow ends its actors too; they would outlive it."""
-    stop_actors(RunConfig.model_validate(flow_run.parameters["config"]))
+    stop_actors(named(RunConfig.model_validate(flow_run.parameters["config"]), flow_run.id))
 
 
 @flow(name="train-rlhf", flow_run_name=training_run_name, persist_result=False, on_cancellation=[_stop])

@@ -12,11 +12,14 @@ from rlhf_core.records import digest
 _DIGITS = 8
 
 
-def named(config: RunConfig) -> RunConfig:
-    """The configuration with a run name. One that is made here comes from the flow run, so that Retry continues it."""
+def named(config: RunConfig, identity: object = None) -> RunConfig:
+    """The configuration with a run name. One that is made here comes from the flow run, so that Retry continues it.
+
+    ``identity``: id of the flow run, where it is not the one that runs here.
+    """
     if config.run is not None:
         return config
-    return config.model_copy(update={"run": f"run-{str(flow_run.get_id())[:8]}"})
+    return config.model_copy(update={"run": _made_name(identity or flow_run.get_id())})
 
 
 def namespace_of(store_url: str) -> str:
@@ -28,10 +31,14 @@ def training_run_name() -> str:
     """Name of the flow run: the run's, where the user gave one."""
     config = flow_run.get_parameters().get("config")
     run = config.run if isinstance(config, RunConfig) else (config or {}).get("run")
-    return run or f"run-{str(flow_run.get_id())[:8]}"
+    return run or _made_name(flow_run.get_id())
 
 
 def iteration_run_name() -> str:
     """Name of an iteration's flow run: the run's, and the iteration's number."""
     parameters = flow_run.get_parameters()
     return f"{parameters['config'].run}-it{parameters['iteration']:06d}"
+
+
+def _made_name(identity: object) -> str:
+    return f"run-{str(identity)[:8]}"

@@ -12,6 +12,11 @@ from collections.abc import Callable
 import pytest
 from chaos import Proof, tail
 
+from tasks.audit.run import audit_run
+from tasks.runs import list_runs
+
+STORE = "s3://chaos/runs-here"
+
 #: Faults in the order in which they strike one run, each after the one before was overcome.
 CHAINS = {
     "drivers-and-actors": ["driver", "engine", "rank", "driver", "all actors", "reward"],
@@ -27,7 +32,7 @@ CHAINS = {
     ],
 }
 
-#: Only with RLHF_SLOW_TESTS=1.
+#: Only with RLHF_SLOW_TESTS=1: minutes, and each fault has contract or integration tests of its own.
 LONGER = ("services", "store")
 
 pytestmark = pytest.mark.timeout(1200)
@@ -45,7 +50,6 @@ def test_a_disturbed_run_ends_like_a_calm_one(chaos, undisturbed, chain):
     assert proof.regenerated == [], struck
 
 
-@pytest.mark.slow
 def test_a_node_that_dies_is_replaced_by_another(chaos, undisturbed):
     """Trainers on one node, engines on another one, which dies with all its processes."""
     words = ("train", str(chaos.preset), "--run", "node", "--set", "resources.colocate=false")
@@ -74,10 +78,9 @@ def wait_for(condition: Callable[[], bool], seconds: float = 400.0) -> None:
         time.sleep(0.05)
 
 
-@pytest.mark.slow
 def test_the_store_proves_the_disturbed_runs(chaos, undisturbed):
-    from tasks.audit import audit_run
-
-    for run in ("calm", *CHAINS, "node"):
-        view = audit_run("s3://chaos/runs-here", run)
-        assert view.proven, view.damage
+    runs = [row.run for row in list_runs(STORE)]
+    assert "calm" in runs
+    for run in runs:
+        view = audit_run(STORE, run)
+        assert view.proven, (run, view.damage)

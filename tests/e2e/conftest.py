@@ -23,6 +23,7 @@ from infra.object_store import open_store
 from infra.s3_server import S3Server
 from infra.services import ServiceStack
 from infra.services.processes import stack_processes
+from rlhf_core.config import load_config
 from rlhf_core.testing.tiny_model import make_tiny_model, tiny_tokenizer_folder
 
 REPOSITORY = Path(__file__).parents[2]
@@ -155,6 +156,15 @@ class World:
             timeout=120,
             check=False,
         )
+
+    def start_deployed(self, *words: str) -> str:
+        """Start the deployment with the preset and these overrides; id of the flow run."""
+        done = self.prefect_command("deploy", "--all", cwd=REPOSITORY)
+        assert done.returncode == 0, done.stdout + done.stderr
+        config = load_config(self.preset, ["prompts.heldout=0", *words])
+        (deployment,) = self.prefect("deployments/filter", {"deployments": {"name": {"any_": ["rlhf-local"]}}})
+        body = {"parameters": {"config": config.model_dump(mode="json")}}
+        return self.prefect(f"deployments/{deployment['id']}/create_flow_run", body)["id"]
 
     def flow_runs(self, name: str) -> list[dict[str, Any]]:
         """Flow runs of this name, the newest first."""

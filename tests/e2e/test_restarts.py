@@ -11,7 +11,6 @@ import yaml
 from prefect.automations import Automation
 
 from infra.services.processes import stack_processes
-from rlhf_core.config import load_config
 from tasks.restarts import BY_AUTOMATION
 
 REPOSITORY = Path(__file__).parents[2]
@@ -21,22 +20,12 @@ AUTOMATIONS = yaml.safe_load((REPOSITORY / "infra/deploy/automations.yaml").read
 @pytest.fixture(scope="module")
 def automation(world):
     """The one that starts runs again, in the world's server while the tests of this module run."""
-    done = world.prefect_command("deploy", "--all", cwd=REPOSITORY)
-    assert done.returncode == 0, done.stdout + done.stderr
     (restart,) = [a for a in AUTOMATIONS if a["name"] == "rlhf-restart"]
     done = world.prefect_command("automation", "create", "--from-json", json.dumps(restart))
     assert done.returncode == 0, done.stdout + done.stderr
     yield restart["name"]
     done = world.prefect_command("automation", "delete", restart["name"])
     assert done.returncode == 0, done.stdout + done.stderr
-
-
-def start(world, run, *words):
-    """A flow run of the deployment; returns its id."""
-    config = load_config(world.preset, [f"run={run}", "iterations=2", "prompts.heldout=0", *words])
-    (deployment,) = world.prefect("deployments/filter", {"deployments": {"name": {"any_": ["rlhf-local"]}}})
-    body = {"parameters": {"config": config.model_dump(mode="json")}}
-    return world.prefect(f"deployments/{deployment['id']}/create_flow_run", body)["id"]
 
 
 def kill_process_of(world, flow_run):
@@ -70,7 +59,7 @@ def test_the_file_is_what_prefect_takes():
 
 
 def test_a_run_whose_process_was_killed_goes_on_by_itself(world, automation, until):
-    flow_run = start(world, "again", "limits.restarts=1")
+    flow_run = world.start_deployed("run=again", "iterations=2", "limits.restarts=1")
     until(lambda: "score" in world.commits("again", 0), seconds=240)
     before = world.commits("again", 0)["generate"]
     kill_process_of(world, flow_run)
@@ -84,7 +73,7 @@ def test_a_run_whose_process_was_killed_goes_on_by_itself(world, automation, unt
 
 
 def test_a_run_that_dies_too_often_waits_for_a_person(world, automation, until):
-    flow_run = start(world, "fatal", "limits.restarts=0")
+    flow_run = world.start_deployed("run=fatal", "iterations=2", "limits.restarts=0")
     until(lambda: "generate" in world.commits("fatal", 0), seconds=240)
     kill_process_of(world, flow_run)
     until(lambda: ended(world, flow_run), seconds=240, pause=0.5)
