@@ -17,9 +17,9 @@ BY_AUTOMATION = "restarted by automation"
 
 
 def check_restarts(config: RunConfig) -> None:
-    """TooManyRestarts if the automation started this flow run, and had done so `limits.restarts` times before."""
+    """TooManyRestarts if the automation started this flow run (or the rerun or fork above it) more than `limits.restarts` times."""
     with get_client(sync_client=True) as client:
-        states = client.read_flow_run_states(UUID(str(flow_run.get_id())))
+        states = client.read_flow_run_states(UUID(str(flow_run.get_root_flow_run_id())))
     states.sort(key=lambda state: state.timestamp)
     # A death is often reported twice, by the process and by its worker, and the automation answers twice. Starts are what counts.
     starts = [state for state, later in pairwise(states) if state.is_scheduled() and later.is_pending()]
