@@ -20,6 +20,7 @@ from prefect.states import Completed
 from rlhf_core.buffer import commit_stage
 from rlhf_core.config import RunConfig
 from rlhf_core.errors import FencedOut, IntegrityError, NumericsError, UserError, WorkerDied
+from rlhf_core.guards import NOT_FINITE
 from rlhf_core.manifests import ClusterRef, StageManifest
 from tasks.context import StageContext
 
@@ -28,9 +29,6 @@ StageCall = Callable[[RunConfig, ClusterRef, int], StageManifest]
 
 #: Trying again cannot help these.
 _FINAL = (UserError, IntegrityError, NumericsError, FencedOut, WorkerDied)
-
-#: Key in a manifest's details: names of the metrics that were NaN or infinite.
-NOT_FINITE = "not_finite"
 
 #: Waits between retries, doubled each time.
 _RETRY_SECONDS = 2

@@ -6,12 +6,12 @@ from prefect.logging import get_run_logger
 
 from rlhf_core import layout
 from rlhf_core.errors import GuardTripped, NumericsError
-from rlhf_core.guards import BATCH, UPDATE, violations
+from rlhf_core.guards import BATCH, UPDATE, not_finite, violations
 from rlhf_core.manifests import GuardRecord, StageManifest
 from rlhf_core.records import commit_record, find_record
 from tasks.apply_update import apply_update
 from tasks.context import StageContext
-from tasks.stage import NOT_FINITE, stage_task
+from tasks.stage import stage_task
 
 
 @stage_task("update", retryable=False)
@@ -31,8 +31,7 @@ def update(context: StageContext) -> StageManifest:
         return apply_update(context, skipped=reason)
     try:
         manifest = apply_update(context)
-        broken = [f"{name} is not a finite number" for name in manifest.details.get(NOT_FINITE, ())]
-        reason = "; ".join(broken + violations(guards, manifest.metrics, UPDATE))
+        reason = "; ".join(not_finite(manifest) + violations(guards, manifest.metrics, UPDATE))
     except NumericsError as error:
         reason = str(error)
     if not reason:
@@ -44,9 +43,9 @@ def update(context: StageContext) -> StageManifest:
 
 def _batch_violations(context: StageContext) -> list[str]:
     """What is out of bounds before the update is begun."""
-    stages = [context.stage(name) for name in ("generate", "score", "advantages")]
-    broken = [f"{m.stage}: {name} is not a finite number" for m in stages for name in m.details.get(NOT_FINITE, ())]
-    return broken + violations(context.config.guards, stages[1].metrics | stages[2].metrics, BATCH)
+    rollouts, rewards, experience = (context.stage(name) for name in ("generate", "score", "advantages"))
+    metrics = rewards.metrics | experience.metrics
+    return not_finite(rollouts, rewards, experience) + violations(context.config.guards, metrics, BATCH)
 
 
 def _require_skip(context: StageContext, reason: str) -> None:

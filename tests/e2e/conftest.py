@@ -158,13 +158,16 @@ class World:
         )
 
     def start_deployed(self, *words: str) -> str:
-        """Start the deployment with the preset and these overrides; id of the flow run."""
+        """Start a training with the preset and these overrides; id of the flow run."""
+        config = load_config(self.preset, ["prompts.heldout=0", *words])
+        return self.start_deployment("rlhf-local", config=config.model_dump(mode="json"))
+
+    def start_deployment(self, name: str, **parameters: Any) -> str:
+        """Deploy prefect.yaml and start one of its deployments; id of the flow run."""
         done = self.prefect_command("deploy", "--all", cwd=REPOSITORY)
         assert done.returncode == 0, done.stdout + done.stderr
-        config = load_config(self.preset, ["prompts.heldout=0", *words])
-        (deployment,) = self.prefect("deployments/filter", {"deployments": {"name": {"any_": ["rlhf-local"]}}})
-        body = {"parameters": {"config": config.model_dump(mode="json")}}
-        return self.prefect(f"deployments/{deployment['id']}/create_flow_run", body)["id"]
+        (deployment,) = self.prefect("deployments/filter", {"deployments": {"name": {"any_": [name]}}})
+        return self.prefect(f"deployments/{deployment['id']}/create_flow_run", {"parameters": parameters})["id"]
 
     def flow_runs(self, name: str) -> list[dict[str, Any]]:
         """Flow runs of this name, the newest first."""
