@@ -25,7 +25,7 @@ def iteration_flow(config: RunConfig, cluster: ClusterRef, iteration: int) -> No
     score(config, cluster, iteration)
     advantages(config, cluster, iteration)
     update(config, cluster, iteration)
-    if due(config, iteration):
+    if due(config, cluster.exact, iteration):
         save_checkpoint(config, cluster, iteration)
     sync(config, cluster, iteration)
     commit(config, cluster, iteration)

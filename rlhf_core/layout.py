@@ -5,7 +5,9 @@
     runs/{branch}/                                      a run's name; after a rerun NAME~1, NAME~2, ... beside it
         run.json                                        the branch's record (configuration, lineage)
         revisions/{revision}.json                       put-if-absent, below the name: the highest one is the run's head
-        base.json                                       put-if-absent: weights that a branch of another topology begins with
+        bases/{version}/{number}.json                   put-if-absent: weights of a version that a replay could not reproduce
+        base.json                                       the same at the version that the branch begins with, format 2 only
+        environments/{id}.json                          put-if-absent: what the bits of updates depend on
         children/{branch}.json                          put-if-absent: who shares the stages of this branch, and up to where
         lease/{epoch}.json, lease/{epoch}.beat.json     who drives the run; below the name
         prompts/{name}
@@ -99,9 +101,24 @@ def run_root(run: str) -> str:
     return f"runs/{check_branch(run)}"
 
 
-def base(run: str) -> str:
-    """The record of the weights that a branch with another topology than its parent's begins with."""
+def first_base(run: str) -> str:
+    """Where earlier versions of this system recorded the weights that a branch of another topology begins with."""
     return f"{run_root(run)}/base.json"
+
+
+def base(run: str, version: int, number: int) -> str:
+    """The record of the weights that a policy version has since its ``number``-th replay that was not exact."""
+    return f"{bases(run)}/{_number(version, 10, 'policy version')}/{_number(number, 4, 'base')}.json"
+
+
+def bases(run: str) -> str:
+    """Folder of the records of weights that a replay could not reproduce."""
+    return f"{run_root(run)}/bases"
+
+
+def environment(run: str, name: str) -> str:
+    """The record of what the bits of updates depend on."""
+    return f"{run_root(run)}/environments/{check_name(name, 'environment')}.json"
 
 
 def revision(run: str, number: int) -> str:

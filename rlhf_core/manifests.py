@@ -65,6 +65,7 @@ class ClusterRef(Manifest):
     branch: str = Field(description="Branch of the run that is driven: where its stages are committed.")
     epoch: int = Field(ge=1, description="Epoch of the driver's lease; the actors refuse calls of an older one.")
     device: Literal["cpu", "gpu"] = "cpu"
+    exact: bool = Field(default=True, description="A replay on these ranks gives the same bits.")
     trainers: tuple[str, ...]
     engines: tuple[str, ...]
     rewards: tuple[str, ...]
@@ -101,12 +102,31 @@ class ChildRecord(Manifest):
 
 
 class BaseRecord(Manifest):
-    """``base.json``: the weights that a branch begins with, where another topology replayed its parent's updates."""
+    """``bases/VERSION/N.json``: the weights that the run goes on with at a policy version, where a replay could not give those
+    that were recorded (another machine, other libraries, no deterministic kernels). The highest N counts."""
 
     format: int = FORMAT_VERSION
     run: str
     policy_version: int = Field(ge=0)
     weights_digest: str
+    number: int = Field(default=1, ge=1)
+    replaces: str | None = Field(default=None, description="Digest of the weights that this version had before.")
+    start: int = Field(default=0, ge=0, description="Policy version of the checkpoint that the replay began with.")
+    environment: str = Field(default="", description="Id of the environment that replayed.")
+    reason: str = ""
+    created: str = Field(default="", description="UTC, ISO 8601.")
+    digest: str = ""
+
+
+class EnvironmentRecord(Manifest):
+    """``environments/ID.json``: what the bits of updates depend on, and whether updates are repeatable there."""
+
+    format: int = FORMAT_VERSION
+    run: str
+    facts: dict[str, Any]
+    exact: bool = Field(description="Two updates from one state gave the same bits, with deterministic kernels.")
+    reason: str = Field(default="", description="Why not.")
+    seconds: float = Field(default=0.0, description="What the test took.")
     digest: str = ""
 
 

@@ -62,6 +62,8 @@ class RunView(View):
     """The iterations that were begun, in order."""
     lineage: tuple[str, ...] = ()
     """For each branch that shares stages, the newest first: what it is and where it begins."""
+    replayed: tuple[str, ...] = ()
+    """Replays that could not give the recorded weights, and why; the run went on from what they gave."""
 
 
 class RolloutSample(View):
@@ -167,4 +169,6 @@ class AuditView(View):
     """Policy versions of the intact checkpoints."""
     stages: tuple[IterationAudit, ...] = ()
     """The iterations that were begun, in order."""
+    replayed: tuple[str, ...] = ()
+    """Replays that could not give the recorded weights, and why; the run went on from what they gave."""
     damage: tuple[Damage, ...] = ()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from rlhf_core.actors.jobs import StageResult, UpdateJob
+from rlhf_core.bases import ENVIRONMENT, FROM_WEIGHTS
 from rlhf_core.config import parse_config
 from rlhf_core.errors import IntegrityError
 from rlhf_core.manifests import StageManifest
@@ -32,11 +33,12 @@ def apply_update(context: StageContext, skipped: str | None = None) -> StageMani
     )
     to_trainers(context)
     results: list[StageResult] = context.trainers.call("update", job, seconds=context.deadline)
-    digests = {r.weights_digest for r in results}
-    if len(digests) != 1:
+    ends = {(r.from_weights, r.weights_digest, r.environment) for r in results}
+    if len(ends) != 1:
         raise IntegrityError(
-            f"the ranks disagree about the weights of version {job.version + 1}: {sorted(map(str, digests))}"
+            f"the ranks disagree about the weights before and after version {job.version + 1}: {sorted(map(str, ends))}"
         )
+    before, after, environment = ends.pop()
     return manifest_of(
         context,
         "update",
@@ -44,5 +46,6 @@ def apply_update(context: StageContext, skipped: str | None = None) -> StageMani
         parents={"generate": rollouts.digest, "score": rewards.digest, "advantages": experience.digest},
         tokens=rollouts.tokens,
         metrics=values(merge_metrics(r.metrics for r in results)) | {"update/seconds": max(r.seconds for r in results)},
-        details={"weights_digest": digests.pop()} | ({} if skipped is None else {"skipped": skipped}),
+        details={"weights_digest": after, FROM_WEIGHTS: before, ENVIRONMENT: environment}
+        | ({} if skipped is None else {"skipped": skipped}),
     )

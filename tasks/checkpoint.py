@@ -10,15 +10,27 @@ from prefect.logging import get_run_logger
 
 from rlhf_core import layout
 from rlhf_core.actors.checkpointing import SavedCheckpoint
+from rlhf_core.bases import weights_of
 from rlhf_core.config import RunConfig
 from rlhf_core.manifests import CheckpointRecord, ClusterRef
 from rlhf_core.records import commit_record, find_record
 from tasks.context import StageContext
 
+#: Where a replay does not give the same bits, checkpoints come so many times as often; with `checkpoint.every` = 0 also then,
+#: every so many iterations.
+_MORE_OFTEN = 5
 
-def due(config: RunConfig, iteration: int) -> bool:
+
+def checkpoint_interval(config: RunConfig, exact: bool) -> int:
+    """Iterations between checkpoints, 0 for none. Without exact replay what lies behind the newest one changes when it is
+    recovered, so that there they are made more often than was asked for."""
+    every = config.checkpoint.every
+    return every if exact else max(1, every // _MORE_OFTEN) if every else _MORE_OFTEN
+
+
+def due(config: RunConfig, exact: bool, iteration: int) -> bool:
     """Whether a checkpoint follows this iteration. The last one needs none: its policy is exported."""
-    every, done = config.checkpoint.every, iteration + 1
+    every, done = checkpoint_interval(config, exact), iteration + 1
     return bool(every) and done % every == 0 and done < config.iterations
 
 
@@ -60,7 +72,7 @@ def publish_checkpoint(context: StageContext, wait: bool = False) -> CheckpointR
         run=context.run,
         policy_version=first.version,
         world_size=len(saved),
-        weights_digest=made_by.details["weights_digest"],
+        weights_digest=str(weights_of(context.store, context.lineage, first.version)),
         update=made_by.digest,
         files=tuple(file for part in parts for file in part),
     )

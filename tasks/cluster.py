@@ -21,6 +21,7 @@ from rlhf_core.errors import CapacityError, StoreError
 from rlhf_core.manifests import ClusterRef
 from rlhf_core.models import check_model_folder
 from tasks.context import lineage_of, open_run_store
+from tasks.environment import check_environment
 from tasks.names import namespace_of
 from tasks.preflight import context_length, model_folder
 from tasks.reattach import Kept, bring_engines, claim_intact, find_position
@@ -61,12 +62,11 @@ def start_cluster(config: RunConfig, branch: str, epoch: int, device: str | None
     kept = claim_intact(config, cluster, where)
     _log_kept(cluster, kept, where.version)
     gone = [name for name in _all(cluster) if name not in kept]
-    if not gone and kept.engines_current:
-        return cluster
     kill(gone, namespace)
     if gone:
         _check_store_of_workers(config)
         _create(config, cluster, gpu, frozenset(gone))
+    cluster = cluster.model_copy(update={"exact": check_environment(config, cluster)})
     if not set(cluster.trainers) <= kept.names:
         restore_trainers(config, cluster, where.version)
     if where.version and (not set(cluster.engines) <= kept.names or not kept.engines_current):

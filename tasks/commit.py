@@ -9,6 +9,7 @@ from prefect.cache_policies import NO_CACHE
 from prefect.states import Completed
 
 from rlhf_core import layout
+from rlhf_core.bases import weights_of
 from rlhf_core.config import RunConfig
 from rlhf_core.manifests import STAGES, ClusterRef, IterationRecord, StageManifest
 from rlhf_core.records import commit_record, find_record
@@ -43,7 +44,7 @@ def _record(context: StageContext, stages: dict[str, StageManifest]) -> Iteratio
         run=context.run,
         iteration=context.iteration,
         policy_version=context.iteration + 1,
-        weights_digest=stages["update"].details["weights_digest"],
+        weights_digest=str(weights_of(context.store, context.lineage, context.iteration + 1)),
         stages={name: manifest.digest for name, manifest in stages.items()},
         metrics=metrics,
         stage_seconds={name: manifest.seconds for name, manifest in stages.items()},

@@ -10,6 +10,7 @@ from prefect.cache_policies import NO_CACHE
 from infra.object_store import LocalObjectStore, bare_store
 from infra.settings import load_settings
 from rlhf_core import layout
+from rlhf_core.bases import weights_of
 from rlhf_core.config import RunConfig
 from rlhf_core.files import upload_files
 from rlhf_core.manifests import ClusterRef, ExportRecord
@@ -37,7 +38,7 @@ def export_policy(config: RunConfig, cluster: ClusterRef, version: int) -> Expor
     record = ExportRecord(
         run=context.run,
         policy_version=version,
-        weights_digest=context.lineage.load(context.store, version - 1, "update").details["weights_digest"],
+        weights_digest=str(weights_of(context.store, context.lineage, version)),
         folder=str(folder),
         files=tuple(files),
     )

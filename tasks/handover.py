@@ -18,5 +18,19 @@ def to_engines(context: StageContext) -> None:
         context.trainers.call("offload", seconds=context.deadline)
 
 
+def trainers_at_start(context: StageContext) -> None:
+    """Trainers get the memory of engines that have just started; these keep their weights, which no sync will bring again."""
+    if _shared(context):
+        context.engines.call("sleep", False, seconds=context.deadline)
+        context.trainers.call("reload", seconds=context.deadline)
+
+
+def engines_at_start(context: StageContext) -> None:
+    """The way back from ``trainers_at_start``."""
+    if _shared(context):
+        context.trainers.call("offload", seconds=context.deadline)
+        context.engines.call("wake", seconds=context.deadline)
+
+
 def _shared(context: StageContext) -> bool:
     return context.config.resources.colocate and context.cluster.device == "gpu"

@@ -9,10 +9,10 @@ from prefect.logging import get_run_logger
 
 from rlhf_core import layout
 from rlhf_core.actors.group import ActorGroup, kill, statuses
+from rlhf_core.bases import newest_base, weights_of
 from rlhf_core.config import RunConfig
 from rlhf_core.errors import RLHFError
-from rlhf_core.manifests import BaseRecord, ClusterRef
-from rlhf_core.records import find_record
+from rlhf_core.manifests import ClusterRef
 from tasks.context import StageContext
 from tasks.progress import load_progress
 from tasks.sync import push_weights
@@ -61,13 +61,11 @@ def find_position(config: RunConfig, cluster: ClusterRef) -> Position:
 
 def _weights(context: StageContext, version: int) -> str | None:
     """Digest of this policy version as the run's topology has it; None for the model folder's weights."""
-    if not version:
-        return None
     lineage = context.lineage
-    if version == lineage.base_version() and not lineage.is_exact(version - 1):
-        base = find_record(context.store, layout.base(context.run), BaseRecord)
+    if version and version == lineage.base_version() and not lineage.is_exact(version - 1):
+        base = newest_base(context.store, lineage, version)
         return base.weights_digest if base is not None else "not restored yet"
-    return str(lineage.load(context.store, version - 1, "update").details["weights_digest"])
+    return weights_of(context.store, lineage, version)
 
 
 def claim_intact(config: RunConfig, cluster: ClusterRef, where: Position) -> Kept:

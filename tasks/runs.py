@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 from typing import Any
 
 from infra.object_store import open_store
 from rlhf_core import layout
+from rlhf_core.bases import base_keys, describe_base
 from rlhf_core.buffer import read_rows
 from rlhf_core.config import RunConfig, parse_config
 from rlhf_core.config.place import StorageConfig
 from rlhf_core.errors import StoreError
 from rlhf_core.lineage import Lineage, load_lineage
-from rlhf_core.manifests import STAGES, EvaluationRecord, ExportRecord, IterationRecord, RunRecord, StageManifest
+from rlhf_core.manifests import (
+    STAGES,
+    BaseRecord,
+    EvaluationRecord,
+    ExportRecord,
+    IterationRecord,
+    RunRecord,
+    StageManifest,
+)
 from rlhf_core.ports import ObjectStore
 from rlhf_core.prompts.table import PromptTable
 from rlhf_core.records import find_record, load_record
@@ -78,7 +88,15 @@ def describe_run(store_url: str, run: str, newest: int | None = None) -> RunView
         next_step=_next_step(resume_command(run, store_url), progress.next_iteration, planned, export, started),
         stages=tuple(views),
         lineage=tuple(_origin(record) for record in lineage.records if record.parent is not None),
+        replayed=tuple(_replays(store, lineage)),
     )
+
+
+def _replays(store: ObjectStore, lineage: Lineage) -> Iterator[str]:
+    for key in base_keys(store, lineage):
+        base = find_record(store, key, BaseRecord)
+        if base is not None and base.reason:
+            yield describe_base(base)
 
 
 def _origin(record: RunRecord) -> str:

@@ -9,6 +9,7 @@ import numpy as np
 
 from rlhf_core.actors.group import ActorGroup
 from rlhf_core.actors.weight_push import EngineSink
+from rlhf_core.bases import weights_of
 from rlhf_core.buffer import read_rows
 from rlhf_core.errors import AgreementError
 from rlhf_core.manifests import StageManifest
@@ -21,7 +22,8 @@ def sync(context: StageContext) -> StageManifest:
     """Push version iteration + 1 to the engines and compare logprobs of a probe batch."""
     version = context.iteration + 1
     update = context.stage("update")
-    metrics = push_weights(context, version, update.details["weights_digest"])
+    weights = str(weights_of(context.store, context.lineage, version))
+    metrics = push_weights(context, version, weights)
     metrics |= probe(context, version)
     return manifest_of(
         context,
@@ -29,7 +31,7 @@ def sync(context: StageContext) -> StageManifest:
         policy_version=version,
         parents={"update": update.digest},
         metrics=metrics,
-        details={"engines": list(context.cluster.engines), "weights_digest": update.details["weights_digest"]},
+        details={"engines": list(context.cluster.engines), "weights_digest": weights},
     )
 
 

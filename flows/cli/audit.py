@@ -85,6 +85,8 @@ def facts_table(view: AuditView) -> Table:
     for what, samples in lost.items():
         if samples:
             table.add_row("", f"{samples:,} {what}")
+    for line in view.replayed:
+        table.add_row("not exact", Text(line, "yellow"))
     table.add_row("checkpoints", ", ".join(f"version {version}" for version in view.checkpoints[-8:]) or "-")
     return table
 

@@ -70,6 +70,7 @@ def run_header(view: RunView) -> Table:
         ("tokens/s", _number(view.tokens_per_second)),
         ("exported to", view.export or "-"),
         *(("lineage" if n == 0 else "", line) for n, line in enumerate(view.lineage)),
+        *(("not exact", line) for line in view.replayed),
         ("next", view.next_step),
     )
 

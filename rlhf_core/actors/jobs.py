@@ -80,3 +80,7 @@ class StageResult:
     metrics: dict[str, Metric] = field(default_factory=dict)
     seconds: float = 0.0
     weights_digest: str | None = None
+    from_weights: str | None = None
+    """Digest of the weights that the update began with; None for those of the model folder."""
+    environment: str = ""
+    """Id of the environment that computed the update, see ``rlhf_core.bases``."""

@@ -161,6 +161,11 @@ class RolloutActor(Fenced):
         self.require_epoch(epoch)
         self.engine.sleep(discard_weights)
 
+    def wake(self, epoch: int) -> None:
+        """Take GPU memory again after ``sleep`` without discarding."""
+        self.require_epoch(epoch)
+        self.engine.wake()
+
     def _table(self, shard: Shard) -> PromptTable:
         if shard.key not in self._prompts:
             self._prompts[shard.key] = PromptTable(self.store, shard)

@@ -20,9 +20,12 @@ from rlhf_core.algorithms.advantages import group_relative, per_token
 from rlhf_core.algorithms.batching import plan_microbatches
 from rlhf_core.algorithms.correction import mismatch
 from rlhf_core.arrays import flat, ragged
+from rlhf_core.bases import environment_id
 from rlhf_core.buffer import StageWriter, read_rows
+from rlhf_core.engines.exactness import SelfTest, self_test
+from rlhf_core.engines.experience import Experience
 from rlhf_core.engines.rows import TokenRows, units_of
-from rlhf_core.engines.zero3_engine import Experience, TrainerSettings, Zero3Engine
+from rlhf_core.engines.zero3_engine import TrainerSettings, Zero3Engine
 from rlhf_core.errors import RunStateError
 from rlhf_core.manifests import CheckpointRecord, StageManifest
 from rlhf_core.metrics import Mean, Metric, Sum
@@ -48,9 +51,19 @@ class TrainerActor(Fenced):
 
     def status(self) -> dict[str, Any]:
         """As in Fenced, with the policy version that the rank holds (None: it failed inside an update), the digest of its
-        weights, and the digest of the experience that it has applied last."""
+        weights, the digest of the experience that it has applied last, and what its bits depend on (``environment``)."""
         applied = self._last[0].experience.digest if self._last is not None else None
-        return super().status() | {"version": self.version, "digest": self.digest, "applied": applied}
+        return super().status() | {
+            "version": self.version,
+            "digest": self.digest,
+            "applied": applied,
+            "environment": self.engine.environment,
+        }
+
+    def self_test(self, epoch: int) -> SelfTest:
+        """Whether this rank computes an update twice to the same bits; collective. Nothing changes."""
+        self.require_epoch(epoch)
+        return self_test(self.engine)
 
     def experience(self, epoch: int, job: ExperienceJob) -> StageResult:
         """Old (and reference) logprobs of this rank's rows, and their advantages, as one shard of ``experience``.
@@ -104,7 +117,7 @@ class TrainerActor(Fenced):
         if self._last is not None and self._last[0] == job:
             return self._last[1]
         self._require(epoch, job.version)
-        started = time.monotonic()
+        started, before = time.monotonic(), self.digest
         if job.skipped:
             metrics: dict[str, Metric] = {}
         else:
@@ -114,7 +127,8 @@ class TrainerActor(Fenced):
             metrics = self.engine.update(experience, job.groups, job.iteration)
         digest = self.engine.digest()
         self.version, self.digest = job.version + 1, digest
-        result = StageResult((), metrics, time.monotonic() - started, digest)
+        seconds, environment = time.monotonic() - started, environment_id(self.engine.environment)
+        result = StageResult((), metrics, seconds, digest, before, environment)
         self._last = (job, result)
         return result
 

@@ -79,6 +79,9 @@ class OptimConfig(Section):
     """Run the samples of a group behind one copy of their prompt. Pays when prompts are long compared with responses."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass."""
+    deterministic: bool = True
+    """Compute updates with deterministic kernels only, so that a replay gives the same bits. `false` goes on without that
+    where an operation has no such kernel: what is recovered then differs in its last digits, and the run says so."""
 
 
 @dataclass(frozen=True)

@@ -39,6 +39,7 @@ CHANGEABLE = (
     "tracking",
     "storage",
     "sync.bucket_mib",
+    "optim.deterministic",
 )
 
 

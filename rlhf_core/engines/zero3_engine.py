@@ -19,9 +19,12 @@ from rlhf_core.algorithms.losses import add_kl, policy_loss
 from rlhf_core.algorithms.masked import Denominators, count, length_mask, masked_sum, pad_rows
 from rlhf_core.config.learning import AlgorithmConfig, LearnSettings, OptimConfig
 from rlhf_core.engines.build_lock import clear_abandoned
+from rlhf_core.engines.exactness import describe_environment, use_deterministic_kernels
+from rlhf_core.engines.experience import Experience
 from rlhf_core.engines.heap import trim_heap
 from rlhf_core.engines.offload import Offloader
 from rlhf_core.engines.policy_model import PolicyModel, exported_name, load_policy
+from rlhf_core.engines.random_state import random_state, set_random_state
 from rlhf_core.engines.reshard import optimizer_files, reshard
 from rlhf_core.engines.rows import TokenRows, gather_rows, units_of
 from rlhf_core.engines.weights import BucketSpec, WeightsDigest, pack, plan_buckets
@@ -57,32 +60,6 @@ class TrainerSettings:
     timeout_seconds: float
     reference: bool = False
     """Load the reference model: some update of the run, or of one that it goes on from, has a KL term."""
-
-
-@dataclass(frozen=True)
-class Experience:
-    """What an update learns from: N rows in order; ragged float columns share the responses' offsets."""
-
-    tokens: TokenRows
-    groups: Tensor
-    """[N] int64 position of the row's prompt in the iteration."""
-    behaviour_logprobs: Tensor
-    old_logprobs: Tensor
-    advantages: Tensor
-    scored: Tensor
-    """[N] bool: the row has a reward; the others count in no denominator and teach nothing."""
-    ref_logprobs: Tensor | None = None
-
-    @property
-    def active(self) -> Tensor:
-        """[N] bool: rows with a gradient. Without a KL term, advantage 0 means none."""
-        if self.ref_logprobs is not None:
-            return self.scored
-        lengths = self.tokens.response_lengths
-        row = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
-        # NaN != 0: a broken advantage stays active, so that the update fails instead of leaving the row out.
-        counted = torch.zeros(len(lengths)).index_add(0, row, (self.advantages != 0).float())
-        return self.scored & (counted > 0)
 
 
 def to_deepspeed_config(optim: OptimConfig, dtype: str, device: str, world_size: int) -> dict[str, Any]:
@@ -124,6 +101,8 @@ class Zero3Engine:
 
     def __init__(self, settings: TrainerSettings) -> None:
         self.settings = settings
+        if settings.optim.deterministic:
+            use_deterministic_kernels(settings.device)
         _join(settings)
         import deepspeed
 
@@ -145,6 +124,9 @@ class Zero3Engine:
         self._broken: list[str] = []  # losses of the step under way that are not finite
         self.reference = self._load_reference() if settings.reference else None
         self._parameters = {exported_name(n): p for n, p in self.policy.named_parameters()}
+        self.vocabulary = int(self.policy.model.config.get_text_config().vocab_size)
+        deterministic = settings.optim.deterministic
+        self.environment = describe_environment(settings.device, settings.world_size, deterministic)
         trim_heap()
 
     def use(self, learn: LearnSettings) -> None:
@@ -223,13 +205,14 @@ class Zero3Engine:
             order = minibatches(groups, optim.updates_per_iteration, (settings.seed, iteration, epoch))
             for number, chosen in enumerate(order):
                 rows = torch.isin(experience.groups, torch.tensor(chosen)).nonzero().squeeze(-1)
-                parts.append(self._step(experience, rows))
+                parts.append(self.step(experience, rows))
                 if progress is not None:
                     progress((epoch * len(order) + number + 1) / (optim.epochs * len(order)))
         trim_heap()
         return merge_metrics(parts)
 
-    def _step(self, experience: Experience, rows: Tensor) -> dict[str, Metric]:
+    def step(self, experience: Experience, rows: Tensor) -> dict[str, Metric]:
+        """One optimizer step on these rows [n] int64 of the experience; none if they teach nothing. Collective."""
         settings, tokens = self.settings, experience.tokens
         responses = tokens.response_lengths[rows]
         learns = experience.active[rows] & (responses > 0)
@@ -388,21 +371,6 @@ class Zero3Engine:
         """Leave the process group."""
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
-
-
-def random_state() -> dict[str, Any]:
-    """State of torch's generators of this process, as tensors."""
-    state = {"cpu": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        state["cuda"] = torch.cuda.get_rng_state()
-    return state
-
-
-def set_random_state(state: dict[str, Any]) -> None:
-    """Go on with the random numbers where ``random_state`` was taken."""
-    torch.set_rng_state(state["cpu"].cpu())
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"].cpu())
 
 
 def _join(settings: TrainerSettings) -> None:

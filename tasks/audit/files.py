@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -17,8 +18,18 @@ from rlhf_core.records import digest
 from tasks.audit.damage import Finding
 from tasks.audit.records import Reader, version_of
 
-#: Policy version -> (digest of the weights, digest of the manifest), as its update recorded them.
-Updates = dict[int, tuple[str, str]]
+
+@dataclass(frozen=True)
+class Version:
+    """A policy version as its records have it."""
+
+    weights: tuple[str, ...]
+    """Digests: the one of its update, then those of replays that the run went on from."""
+    update: str
+    """Digest of the update's manifest."""
+
+
+Updates = dict[int, Version]
 
 
 class Prompts:
@@ -63,8 +74,10 @@ def check_checkpoint(reader: Reader, pool: ThreadPoolExecutor, branch: str, vers
     if record is None:
         return False
     problem = _contradiction(record, branch, version, updates)
-    if version in updates and record.update not in ("", updates[version][1]):
-        problem = f"it was made by the update {record.update}, the one of version {version} is {updates[version][1]}"
+    if version in updates and record.update not in ("", updates[version].update):
+        problem = (
+            f"it was made by the update {record.update}, the one of version {version} is {updates[version].update}"
+        )
     if problem is not None:
         reader.findings.add(make(key, "inconsistent", problem))
     return all(_check_files(reader, pool, record.files, make)) and problem is None
@@ -95,8 +108,9 @@ def check_export(reader: Reader, pool: ThreadPoolExecutor, branch: str, key: str
 def _contradiction(record: CheckpointRecord | ExportRecord, branch: str, version: int, updates: Updates) -> str | None:
     if (record.run, record.policy_version) != (branch, version):
         return f"it is the record of {record.run} version {record.policy_version}"
-    if version in updates and record.weights_digest != updates[version][0]:
-        return f"its weights are {record.weights_digest}, the update that made version {version} says {updates[version][0]}"
+    if version in updates and record.weights_digest not in updates[version].weights:
+        expected = " or ".join(updates[version].weights)
+        return f"its weights are {record.weights_digest}, the records of version {version} say {expected}"
     return None
 
 

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
 
 from rlhf_core import layout
+from rlhf_core.bases import base_keys
 from rlhf_core.errors import NotCommitted
 from rlhf_core.lineage import Lineage
 from rlhf_core.manifests import (
     STAGES,
+    BaseRecord,
     ChildRecord,
     IterationRecord,
     Manifest,
@@ -167,6 +169,17 @@ def _children(reader: Reader, records: list[RunRecord]) -> None:
                 reader.findings.add(finding("inconsistent", f"it says {found.parent}, {child} {heirs[key].parent}"))
 
 
+def load_bases(reader: Reader, lineage: Lineage) -> list[BaseRecord]:
+    """The weights that replays gave, verified."""
+    found = []
+    for key in base_keys(reader.store, lineage):
+        remedy = f"the stages after it say which weights they went on from: {_COPY}"
+        record = reader.read(key, BaseRecord, partial(Finding, key, remedy=remedy), problem="")
+        if record is not None:
+            found.append(record)
+    return found
+
+
 @dataclass
 class Survey:
     """What lies in the branches, from listings: enough to tell a gap from an end."""
@@ -255,9 +268,12 @@ def version_of(key: str) -> int | None:
 
 
 def check_links(
-    iteration: int, stages: dict[str, StageManifest], done: IterationRecord | None
+    iteration: int, stages: dict[str, StageManifest], done: IterationRecord | None, bases: Collection[str] = ()
 ) -> Iterator[tuple[str, str]]:
-    """(stage, problem) for every contradiction between the records of an iteration, each of them sealed and whole."""
+    """(stage, problem) for every contradiction between the records of an iteration, each of them sealed and whole.
+
+    ``bases``: digests of weights that replays gave for the version that the iteration makes.
+    """
     yield from _digests(stages, done)
     for stage, manifest in stages.items():
         version = iteration + 1 if stage == "sync" else iteration
@@ -268,7 +284,7 @@ def check_links(
             "commit",
             f"it says policy version {done.policy_version}, the update of iteration {iteration} makes {iteration + 1}",
         )
-    yield from _weights(stages, done)
+    yield from _weights(stages, done, bases)
 
 
 def _digests(stages: dict[str, StageManifest], done: IterationRecord | None) -> Iterator[tuple[str, str]]:
@@ -303,7 +319,9 @@ def _digests(stages: dict[str, StageManifest], done: IterationRecord | None) -> 
                 yield reader, f"it names {said[reader]} as stage {stage!r}, which is {stages[stage].digest}"
 
 
-def _weights(stages: dict[str, StageManifest], done: IterationRecord | None) -> Iterator[tuple[str, str]]:
+def _weights(
+    stages: dict[str, StageManifest], done: IterationRecord | None, bases: Collection[str]
+) -> Iterator[tuple[str, str]]:
     said: dict[str, str] = {
         s: str(stages[s].details.get("weights_digest", "")) for s in ("update", "sync") if s in stages
     }
@@ -311,6 +329,7 @@ def _weights(stages: dict[str, StageManifest], done: IterationRecord | None) -> 
         said["commit"] = done.weights_digest
     for stage in (stage for stage, digest in said.items() if not digest):
         yield stage, "it has no digest of the weights"
+    said = {stage: digest for stage, digest in said.items() if stage == "update" or digest not in bases}
     if len(set(said.values())) > 1:
         values = list(said.values())
         common = max(values, key=values.count)

@@ -12,6 +12,7 @@ from typing import Literal
 
 from infra.object_store import open_store
 from rlhf_core import layout
+from rlhf_core.bases import FROM_WEIGHTS, describe_base
 from rlhf_core.buffer import read_shard
 from rlhf_core.config import RunConfig, parse_config
 from rlhf_core.errors import CorruptObject, StoreError
@@ -29,9 +30,9 @@ from rlhf_core.manifests import (
 from rlhf_core.prompts.order import prompt_rows
 from rlhf_core.views import AuditView, IterationAudit
 from tasks.audit.damage import Finding, Remedies
-from tasks.audit.files import Prompts, check_checkpoint, check_evaluation, check_export
+from tasks.audit.files import Prompts, Updates, Version, check_checkpoint, check_evaluation, check_export
 from tasks.audit.ledger import Account, Columns, Plan, PromptUse, Training, account, assemble, project
-from tasks.audit.records import Reader, check_links, load_branches, survey
+from tasks.audit.records import Reader, check_links, load_bases, load_branches, survey
 
 _THREADS = 4  # a shard is some 20 MiB, so this bounds memory as well as connections
 #: Stages with one row a sample.
@@ -71,7 +72,8 @@ class _Audit:
         self.use = PromptUse()
         self.objects_retired = 0
         self.retired: set[int] = set()
-        self.updates: dict[int, tuple[str, str]] = {}  # see tasks.audit.files.Updates
+        self.updates: Updates = {}
+        self.bases = load_bases(reader, lineage)
         self._configs: dict[str, RunConfig] = {}
 
     def run(self, progress: Callable[[int, int], None] | None) -> AuditView:
@@ -127,6 +129,7 @@ class _Audit:
             epochs=tuple(self.use.finished),
             checkpoints=tuple(checkpoints),
             stages=tuple(iterations),
+            replayed=tuple(describe_base(base) for base in self.bases if base.reason),
             damage=damage,
             **{name: sum(getattr(row, name) for row in iterations) for name in _SUMS},
         )
@@ -148,7 +151,8 @@ class _Audit:
         manifests = {stage: record for stage, record in found.items() if isinstance(record, StageManifest)}
         done = found.get("commit")
         self._side_records(iteration, manifests)
-        for stage, problem in check_links(iteration, manifests, done if isinstance(done, IterationRecord) else None):
+        record = done if isinstance(done, IterationRecord) else None
+        for stage, problem in check_links(iteration, manifests, record, self._replayed(iteration + 1)):
             self._contradiction(iteration, stage, problem)
         columns = {stage: self._rows(manifest) for stage, manifest in manifests.items()}
         ledger = self._ledger(iteration, manifests, columns)
@@ -214,12 +218,23 @@ class _Audit:
         if update is None:
             return
         weights, before = str(update.details.get("weights_digest")), self.updates.get(iteration)
-        self.updates[iteration + 1] = (weights, update.digest)
+        self.updates[iteration + 1] = Version((weights, *self._replayed(iteration + 1)), update.digest)
+        began = update.details.get(FROM_WEIGHTS)
+        if before is not None and began is not None and began not in before.weights:
+            expected = " or ".join(before.weights)
+            self._contradiction(
+                iteration, "update", f"it began with weights {began}, version {iteration} has {expected}"
+            )
         if "skipped" not in update.details:
             if guard is not None:
                 self._contradiction(iteration, "update", f"a guard rolled it back ({guard.reason}), but it was applied")
-        elif before is not None and before[0] != weights:
-            self._contradiction(iteration, "update", f"it was skipped, but its weights {weights} are not {before[0]}")
+        elif before is not None and weights not in before.weights:
+            expected = " or ".join(before.weights)
+            self._contradiction(iteration, "update", f"it was skipped, but its weights {weights} are not {expected}")
+
+    def _replayed(self, version: int) -> list[str]:
+        """Digests of the weights that replays gave for a policy version."""
+        return [base.weights_digest for base in self.bases if base.policy_version == version]
 
     def _is_retired(self, iteration: int, stage: str) -> bool:
         return iteration in self.survey.retired[self.lineage.branch_of(iteration, stage)]

@@ -326,8 +326,8 @@ def make_experience(ragged):
     """
     import torch
 
+    from rlhf_core.engines.experience import Experience
     from rlhf_core.engines.rows import TokenRows
-    from rlhf_core.engines.zero3_engine import Experience
 
     def make(seed=0, groups=4, samples=4):
         rng = random.Random(seed)
