@@ -11,6 +11,7 @@ import pytest
 
 from infra.object_store import LocalObjectStore
 from rlhf_core import layout
+from rlhf_core.bases import start_base
 from rlhf_core.errors import IntegrityError, NotCommitted
 from rlhf_core.lineage import start_revision
 from rlhf_core.manifests import (
@@ -23,7 +24,7 @@ from rlhf_core.manifests import (
     StageManifest,
 )
 from rlhf_core.prompts.order import prompt_rows
-from rlhf_core.records import canonical, commit_record
+from rlhf_core.records import canonical, commit_record, load_record
 from tasks.audit import ledger
 from tests.fixtures.whole_run import (
     CONFIG,
@@ -176,6 +177,30 @@ def test_weights_must_agree(store):
     found = only(run.audit())
     assert (found.key, found.kind) == (layout.iteration_done("r", 0), "inconsistent")
     assert "its weights are ffff" in found.problem
+
+
+def test_weights_of_a_replay_that_was_not_exact_are_proven(store):
+    run = Run(store).start().iterations(0).stages(1, "generate", "score", "advantages", "update")
+    start_base(store, run.lineage, 2, "e" * 64, start=0, environment="h", reason="another machine")
+    for stage in ("sync", "commit"):
+        run.stages(1, stage)
+    reseal(store, layout.stage_commit("r", 1, "sync"), StageManifest, details={"weights_digest": "e" * 64})
+    sync = run.lineage.load(store, 1, "sync").digest
+    stages = load_record(store, layout.iteration_done("r", 1), IterationRecord).stages | {"sync": sync}
+    reseal(store, layout.iteration_done("r", 1), IterationRecord, weights_digest="e" * 64, stages=stages)
+    run.stages(2, "generate", "score", "advantages", "update")
+    details = {**run.lineage.load(store, 2, "update").details, "from_weights": "e" * 64}
+    reseal(store, layout.stage_commit("r", 2, "update"), StageManifest, details=details)
+    view = run.audit()
+    assert view.proven, view.damage
+    assert view.replayed == ("policy version 2 of r was replayed from version 0, not exactly: another machine",)
+
+
+def test_an_update_begins_with_the_weights_of_its_version(store):
+    run = Run(store).start().iterations(0).stages(1, "generate", "score", "advantages", "update")
+    details = {**run.lineage.load(store, 1, "update").details, "from_weights": "e" * 64}
+    reseal(store, layout.stage_commit("r", 1, "update"), StageManifest, details=details)
+    assert "it began with weights" in only(run.audit()).problem
 
 
 def test_versions_step_by_one(store):
