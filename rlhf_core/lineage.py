@@ -14,6 +14,7 @@ from typing import Any
 
 from rlhf_core import layout
 from rlhf_core.buffer import find_stage, load_stage
+from rlhf_core.config import past_config, upgraded_fields
 from rlhf_core.errors import CorruptObject, NotCommitted
 from rlhf_core.manifests import (
     STAGES,
@@ -78,8 +79,8 @@ class Lineage:
 
     def is_exact(self, iteration: int) -> bool:
         """Whether the head's ranks, threads and devices are those that made the update of this iteration."""
-        here, there = self.record.config["resources"], self.owner(iteration, "update").config["resources"]
-        return all(here[key] == there[key] for key in ("trainer_ranks", "threads", "device"))
+        here, there = (past_config(r).resources for r in (self.record, self.owner(iteration, "update")))
+        return (here.trainer_ranks, here.threads, here.device) == (there.trainer_ranks, there.threads, there.device)
 
     def find(self, store: ObjectStore, iteration: int, stage: str) -> StageManifest | None:
         """The committed manifest of a stage, wherever it lies; None if there is none."""
@@ -169,14 +170,13 @@ def start_revision(
         if newest.request == request:
             return newest
     created = datetime.now(UTC).isoformat(timespec="seconds")
-    config = {**lineage.record.config, **(changes or {})}
     branch = lineage.record.model_copy(
         update={
             "run": layout.branch(run, number),
             "created": created,
-            "config": config,
             "parent": parent,
             "digest": "",
+            **upgraded_fields(lineage.record, **(changes or {})),
         }
     )
     start_branch(store, branch)

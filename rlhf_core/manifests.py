@@ -157,7 +157,10 @@ class RunRecord(Manifest):
     format: int = FORMAT_VERSION
     run: str
     created: str = Field(description="UTC, ISO 8601.")
-    config: dict[str, Any] = Field(description="The resolved configuration.")
+    config: dict[str, Any] = Field(
+        description="The resolved configuration, as it was written; `rlhf_core.config.stored_config` reads it."
+    )
+    config_schema: int = Field(default=1, ge=1, description="Schema of ``config``; records without it have the first.")
     versions: dict[str, str] = Field(default_factory=dict, description="Versions of the packages that matter.")
     prompts: PromptsManifest
     parent: ParentRef | None = Field(default=None, description="What this branch shares; None for a run of its own.")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rlhf_core.actors.jobs import StageResult, UpdateJob
 from rlhf_core.bases import ENVIRONMENT, FROM_WEIGHTS
-from rlhf_core.config import parse_config
+from rlhf_core.config import past_config
 from rlhf_core.errors import IntegrityError
 from rlhf_core.manifests import StageManifest
 from rlhf_core.metrics import merge_metrics, values
@@ -19,7 +19,7 @@ def apply_update(context: StageContext, skipped: str | None = None) -> StageMani
     ``skipped``: why the batch is left out. The version counts on, the weights stay as they are.
     """
     rollouts, rewards, experience = (context.stage(name) for name in ("generate", "score", "advantages"))
-    config = parse_config(context.lineage.owner(context.iteration, "update").config)
+    config = past_config(context.lineage.owner(context.iteration, "update"))
     job = UpdateJob(
         run=experience.run,
         iteration=context.iteration,

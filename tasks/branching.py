@@ -6,7 +6,14 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 
 from rlhf_core import layout
-from rlhf_core.config import RunConfig, contradictions, override_config, parse_config
+from rlhf_core.config import (
+    RunConfig,
+    config_fields,
+    contradictions,
+    override_config,
+    past_config,
+    stored_config,
+)
 from rlhf_core.errors import ConfigError, NotCommitted
 from rlhf_core.lease import Holder, Lease
 from rlhf_core.lineage import Lineage, load_lineage, require_reached, start_branch, start_revision
@@ -55,7 +62,7 @@ def change_topology(store_url: str, run: str, overrides: Sequence[str]) -> RunCo
     """
     store = open_named_store(store_url)
     lineage = load_lineage(store, run)
-    before = parse_config(lineage.record.config, origin=f"run {run}")
+    before = stored_config(lineage.record)
     config = override_config(before, overrides)
     others = [line for line in contradictions(before, config, changeable=("resources",)) if line]
     if others or config.resources == before.resources:
@@ -81,19 +88,19 @@ def fork(store_url: str, run: str, iteration: int, stage: str, name: str, overri
     store = open_named_store(store_url)
     lineage = _checked(store, run, iteration, stage)
     parent = ParentRef(run=lineage.head, iteration=iteration, stage=stage)
-    config = override_config(parse_config(lineage.record.config, origin=f"run {run}"), overrides)
+    config = override_config(stored_config(lineage.record), overrides)
     config = config.model_copy(update={"run": name})
     _require_shared(lineage, iteration, stage, config)
     existing = find_record(store, layout.run_record(layout.check_run(name)), RunRecord)
     if "iterations" not in {item.partition("=")[0].strip() for item in overrides}:
         planned = max(planned_iterations(store, lineage), iteration + 1)
         # The parent may have been asked for more since; the fork stays what it is.
-        planned = planned if existing is None else int(existing.config["iterations"])
+        planned = planned if existing is None else past_config(existing).iterations
         config = config.model_copy(update={"iterations": planned})
     record = RunRecord(
         run=name,
         created=datetime.now(UTC).isoformat(timespec="seconds"),
-        config=config.model_dump(mode="json"),
+        **config_fields(config),
         versions=lineage.record.versions,
         prompts=lineage.record.prompts,
         parent=parent,
@@ -105,7 +112,7 @@ def fork(store_url: str, run: str, iteration: int, stage: str, name: str, overri
         except NotCommitted:
             store.delete([layout.run_record(name), *(layout.child(shared.run, name) for shared in lineage.records)])
             raise
-    elif (existing.parent, existing.config) != (parent, record.config):
+    elif (existing.parent, stored_config(existing)) != (parent, config):
         raise ConfigError(f"run {name!r} exists already and is not this fork: choose another name (--run NAME)")
     return load_config_of(store_url, name)
 
@@ -139,7 +146,7 @@ def _require_shared(lineage: Lineage, iteration: int, stage: str, config: RunCon
         _require_same(sampled, config, _SAMPLED_WITH, reason, "fork from stage generate instead")
     if stage == "update" and config.algorithm.kl_coef:
         scored = lineage.owner(iteration, "advantages")
-        if not parse_config(scored.config).algorithm.kl_coef:
+        if not past_config(scored).algorithm.kl_coef:
             raise ConfigError(
                 f"algorithm.kl_coef = {config.algorithm.kl_coef}, but the parent's experience of iteration {iteration} "
                 "holds no reference logprobs: fork from stage advantages instead"
@@ -147,7 +154,7 @@ def _require_shared(lineage: Lineage, iteration: int, stage: str, config: RunCon
 
 
 def _require_same(record: RunRecord, config: RunConfig, keys: Sequence[str], reason: str, fix: str) -> None:
-    before = parse_config(record.config)
+    before = past_config(record)
     wrong = [
         line
         for line in contradictions(before, config, changeable=())

@@ -15,7 +15,7 @@ from infra.ray_cluster import connect, cores_per_node, has_gpus, rendezvous, run
 from infra.settings import load_settings
 from rlhf_core.actors.group import ActorGroup, ActorSpec, create, kill
 from rlhf_core.actors.leftovers import named_actors
-from rlhf_core.config import RunConfig
+from rlhf_core.config import RunConfig, past_config
 from rlhf_core.engines.vllm_engine import EngineSettings
 from rlhf_core.errors import CapacityError, StoreError
 from rlhf_core.manifests import ClusterRef
@@ -227,7 +227,7 @@ def _trainer_settings(config: RunConfig, cluster: ClusterRef, folder: str, rank:
         seed=config.seed,
         timeout_seconds=config.limits.stage_seconds,
         reference=any(
-            float(record.config["algorithm"]["kl_coef"]) > 0
+            past_config(record).algorithm.kl_coef > 0
             for record in lineage_of(config.storage.url, cluster.branch).records
         ),
     )

@@ -10,7 +10,7 @@ from typing import Any
 from infra.object_store import probe_store
 from infra.settings import load_settings
 from rlhf_core import layout
-from rlhf_core.config import RunConfig, contradictions, parse_config
+from rlhf_core.config import RunConfig, config_fields, contradictions, stored_config
 from rlhf_core.errors import ConfigError, ModelError, StoreError
 from rlhf_core.lease import Holder, require_free
 from rlhf_core.lineage import head_of, load_lineage
@@ -106,7 +106,7 @@ def check_context(config: RunConfig, facts: ModelFacts) -> None:
 
 def check_contradictions(record: RunRecord, config: RunConfig) -> None:
     """ConfigError listing the keys in which ``config`` differs from the run it would continue."""
-    differences = contradictions(parse_config(record.config, origin=f"run {record.run}"), config)
+    differences = contradictions(stored_config(record), config)
     if differences:
         raise ConfigError(
             f"run {record.run!r} exists with another configuration:\n"
@@ -145,7 +145,7 @@ def write_run_record(
     record = RunRecord(
         run=config.run_id,
         created=datetime.now(UTC).isoformat(timespec="seconds"),
-        config=config.model_dump(mode="json"),
+        **config_fields(config),
         versions=_versions(),
         prompts=PromptsManifest(train=shards["train"], heldout=shards.get("heldout")),
     )

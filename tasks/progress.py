@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from rlhf_core import layout
+from rlhf_core.config import past_config
 from rlhf_core.lineage import Lineage
 from rlhf_core.manifests import STAGES, CheckpointRecord, Progress, TargetRecord
 from rlhf_core.ports import ObjectStore
@@ -28,7 +29,7 @@ def next_stage(store: ObjectStore, lineage: Lineage) -> tuple[int, str]:
 def planned_iterations(store: ObjectStore, lineage: Lineage) -> int:
     """Iterations that the run is to have: the last number asked for, and never fewer than are finished."""
     target = find_record(store, layout.run_target(lineage.head), TargetRecord)
-    wanted = target.iterations if target is not None else int(lineage.record.config["iterations"])
+    wanted = target.iterations if target is not None else past_config(lineage.record).iterations
     return max(wanted, load_progress(store, lineage).next_iteration)
 
 

@@ -11,7 +11,7 @@ from infra.object_store import open_store
 from rlhf_core import layout
 from rlhf_core.bases import base_keys, describe_base
 from rlhf_core.buffer import read_rows
-from rlhf_core.config import RunConfig, parse_config
+from rlhf_core.config import RunConfig, stored_config
 from rlhf_core.config.place import StorageConfig
 from rlhf_core.errors import StoreError
 from rlhf_core.lineage import Lineage, load_lineage
@@ -39,7 +39,7 @@ def load_config_of(store_url: str, run: str) -> RunConfig:
     """The configuration that the run was started with. NotCommitted if there is no such run."""
     store = open_named_store(store_url)
     lineage = load_lineage(store, run)
-    config = parse_config(lineage.record.config, origin=f"run {run}")
+    config = stored_config(lineage.record)
     storage = config.storage.model_copy(update={"url": store_url})
     return config.model_copy(update={"run": run, "storage": storage, "iterations": planned_iterations(store, lineage)})
 

@@ -24,6 +24,7 @@ from rlhf_core.config.learning import (
     TrackingConfig,
 )
 from rlhf_core.config.place import ResourcesConfig, StorageConfig
+from rlhf_core.config.upgrades import flat, new_names
 from rlhf_core.errors import ConfigError
 
 #: A run id is also a folder, an actor namespace and a Prefect name.
@@ -164,21 +165,13 @@ def override_config(config: RunConfig, overrides: Sequence[str]) -> RunConfig:
 
 def contradictions(stored: RunConfig, wanted: RunConfig, changeable: Sequence[str] = CHANGEABLE) -> list[str]:
     """Keys in which a resumed run would differ from the run it continues, as ``key: stored -> wanted``."""
-    old, new = dict(_flat(stored.model_dump(mode="json"))), dict(_flat(wanted.model_dump(mode="json")))
+    old, new = (dict(flat(config.model_dump(mode="json"))) for config in (stored, wanted))
     keys = [k for k in sorted(old.keys() | new.keys()) if old.get(k) != new.get(k)]
     return [
         f"{key}: {old.get(key)!r} -> {new.get(key)!r}"
         for key in keys
         if not any(key == allowed or key.startswith(f"{allowed}.") for allowed in changeable)
     ]
-
-
-def _flat(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, item in value.items():
-        if isinstance(item, Mapping) and item:
-            yield from _flat(item, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", item
 
 
 def _apply_override(raw: dict[str, Any], override: str) -> None:
@@ -199,18 +192,24 @@ def _apply_override(raw: dict[str, Any], override: str) -> None:
 
 
 def _explain(error: ValidationError) -> Iterator[str]:
-    from difflib import get_close_matches
-
     for problem in error.errors(include_url=False):
         where = ".".join(str(part) for part in problem["loc"])
         if problem["type"] == "extra_forbidden":
-            near = get_close_matches(str(problem["loc"][-1]), _keys_beside(problem["loc"]), n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            yield f"{where} = {problem['input']!r}: unknown key{hint}"
+            yield f"{where} = {problem['input']!r}: unknown key{_hint(problem['loc'], problem['input'])}"
         elif not where:
             yield problem["msg"].removeprefix("Value error, ")
         else:
             yield f"{where} = {problem['input']!r}: {problem['msg'].removeprefix('Value error, ')}"
+
+
+def _hint(loc: tuple[int | str, ...], value: Any) -> str:
+    from difflib import get_close_matches
+
+    names = [part for part in loc if isinstance(part, str)]
+    if len(names) == len(loc) and (renamed := new_names(names, value)):
+        return f"; it is now {' and '.join(map(repr, renamed))}"
+    near = get_close_matches(str(loc[-1]), _keys_beside(loc), n=1)
+    return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def _keys_beside(loc: tuple[int | str, ...]) -> list[str]:

@@ -14,7 +14,7 @@ from infra.object_store import open_store
 from rlhf_core import layout
 from rlhf_core.bases import FROM_WEIGHTS, describe_base
 from rlhf_core.buffer import read_shard
-from rlhf_core.config import RunConfig, parse_config
+from rlhf_core.config import RunConfig, past_config
 from rlhf_core.errors import CorruptObject, StoreError
 from rlhf_core.lineage import Lineage
 from rlhf_core.manifests import (
@@ -319,5 +319,5 @@ class _Audit:
 
     def _config(self, record: RunRecord) -> RunConfig:
         if record.run not in self._configs:
-            self._configs[record.run] = parse_config(record.config, origin=f"run {record.run}")
+            self._configs[record.run] = past_config(record)
         return self._configs[record.run]

@@ -90,6 +90,18 @@ def test_the_environment_is_touched_in_few_places(trees):
     assert [place for place in places if not place.startswith(ENVIRONMENT)] == []
 
 
+def test_stored_configurations_have_one_door(trees):
+    """Whoever took keys from a record, or parsed it as a preset, would miss the upgrades (rlhf_core/config/stored.py)."""
+
+    def opens(node: ast.AST) -> bool:
+        if isinstance(node, ast.Subscript):
+            return isinstance(node.value, ast.Attribute) and node.value.attr == "config"
+        return isinstance(node, ast.Call) and ast.unparse(node.func).endswith("parse_config")
+
+    places = {file.as_posix() for file, tree in trees.items() if any(opens(node) for node in ast.walk(tree))}
+    assert {place for place in places if not place.startswith("rlhf_core/config/")} == set()
+
+
 def test_no_module_is_a_catch_all(modules):
     assert [str(file) for file in modules if file.stem in CATCH_ALLS] == []
 
