@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import random
 import threading
 import time
@@ -43,7 +42,7 @@ class PatientStore:
             raise ValueError(f"patience of {seconds} s for {inner.url}: a number of seconds from 0 on is needed")
         self.inner = inner
         self.seconds = seconds
-        self._outages: dict[int, _Outage] = {}  # process id -> state; a forked child must not inherit a held lock
+        self._outage = _Outage()
 
     @property
     def url(self) -> str:
@@ -59,8 +58,8 @@ class PatientStore:
     def __hash__(self) -> int:
         return hash((self.inner, self.seconds))
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_outages": {}}
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.inner, self.seconds)
 
     def put(self, key: str, data: bytes) -> None:
         """Write or replace the object."""
@@ -111,8 +110,7 @@ class PatientStore:
             if not self.seconds or not may_pass(error):
                 raise
             failure = error
-        outage = self._outages.setdefault(os.getpid(), _Outage())
-        outage.enter(self, failure)
+        self._outage.enter(self, failure)
         answered = False
         try:
             result = self._repeat(call, began, failure)
@@ -122,7 +120,7 @@ class PatientStore:
             answered = not may_pass(error)  # "no such object" is an answer too
             raise
         finally:
-            outage.leave(self, answered)
+            self._outage.leave(self, answered)
 
     def _repeat(self, call: Callable[[], T], began: float, failure: OSError) -> T:
         pause, tries = _FIRST_PAUSE, 1

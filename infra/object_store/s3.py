@@ -11,8 +11,8 @@ are bounded. Bytes that were damaged on the way are sent or fetched again, which
 
 from __future__ import annotations
 
-import os
 import re
+import threading
 import time
 import uuid
 from collections.abc import Callable, Sequence
@@ -49,7 +49,7 @@ class Bounds:
 class S3ObjectStore:
     """``s3://bucket/prefix`` as object store.
 
-    Safe to pickle and to use after a fork: the client is made on first use in each process. Threads may share one.
+    Safe to pickle: the client is made on first use in each process. Threads may share one; a forked child may not.
     """
 
     def __init__(
@@ -61,7 +61,8 @@ class S3ObjectStore:
         self.prefix = check_prefix(prefix.strip("/"))
         self.endpoint = endpoint
         self.bounds = bounds or Bounds()
-        self._clients: dict[int, Any] = {}  # process id -> filesystem
+        self._fs: Any = None
+        self._making = threading.Lock()
 
     @property
     def url(self) -> str:
@@ -77,8 +78,8 @@ class S3ObjectStore:
     def __hash__(self) -> int:
         return hash((self.url, self.endpoint))
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_clients": {}}
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.bucket, self.prefix, self.endpoint, self.bounds)
 
     def put(self, key: str, data: bytes) -> None:
         """Write or replace the object: one PUT below 100 MB, else a multipart upload that appears when complete."""
@@ -196,7 +197,8 @@ class S3ObjectStore:
 
     def close(self) -> None:
         """Close this process's connections. The store stays usable: the next call opens new ones."""
-        fs = self._clients.pop(os.getpid(), None)
+        with self._making:
+            fs, self._fs = self._fs, None
         if fs is not None and getattr(fs, "_s3creator", None) is not None:
             from fsspec.asyn import sync
 
@@ -225,11 +227,10 @@ class S3ObjectStore:
         raise AssertionError("unreachable")
 
     def _client(self) -> Any:
-        client = self._clients.get(os.getpid())
-        if client is None:
-            # Two threads may both get here; one client is kept, the other never opened a connection.
-            client = self._clients.setdefault(os.getpid(), _filesystem(self.endpoint, self.bounds))
-        return client
+        with self._making:
+            if self._fs is None:
+                self._fs = _filesystem(self.endpoint, self.bounds)
+            return self._fs
 
 
 @cache

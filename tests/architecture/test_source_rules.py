@@ -102,6 +102,33 @@ def test_stored_configurations_have_one_door(trees):
     assert {place for place in places if not place.startswith("rlhf_core/config/")} == set()
 
 
+def test_no_process_is_forked(project_files, root):
+    """A child of a process with threads inherits the locks that they hold just then, for ever: the console's, a store's."""
+    forking = {"Process", "Pool", "Manager"}
+
+    def forks(node: ast.AST) -> bool:
+        match node:
+            case ast.Attribute(value=ast.Name(id="os"), attr="fork" | "forkpty"):
+                return True
+            case ast.Attribute(value=ast.Name(id="multiprocessing"), attr=name) if name in forking:
+                return True
+            case ast.ImportFrom(module="os" | "multiprocessing", names=names):
+                return any(alias.name in forking | {"fork", "forkpty"} for alias in names)
+            case ast.Call(func=function, args=args, keywords=keywords):
+                words = {keyword.arg for keyword in keywords}
+                name = ast.unparse(function).rpartition(".")[2]
+                ways = [arg.value for arg in args if isinstance(arg, ast.Constant)]
+                return (
+                    "preexec_fn" in words
+                    or (name == "ProcessPoolExecutor" and "mp_context" not in words)
+                    or (name in ("get_context", "set_start_method") and ways != ["spawn"])
+                )
+        return False
+
+    trees = {f: ast.parse((root / f).read_text(encoding="utf-8")) for f in project_files if f.suffix == ".py"}
+    assert [f"{f}:{node.lineno}" for f, tree in trees.items() for node in ast.walk(tree) if forks(node)] == []
+
+
 def test_no_module_is_a_catch_all(modules):
     assert [str(file) for file in modules if file.stem in CATCH_ALLS] == []
 

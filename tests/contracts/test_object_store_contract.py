@@ -10,7 +10,6 @@ import sys
 import threading
 import time
 import uuid
-import warnings
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
 from pathlib import Path
@@ -201,22 +200,6 @@ def test_pickle_keeps_configuration_only(store):
     assert len(frozen) < 1000
     assert not secret or secret.encode() not in frozen
     assert not secret or secret not in repr(store) + repr(vars(store))
-
-
-def test_store_works_after_fork(store):
-    store.put("fork/parent", b"1")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # fork beside threads is what this test is about
-        child = os.fork()
-    if child == 0:
-        code = 1
-        try:
-            store.put("fork/child", store.get("fork/parent") + b"2")
-            code = 0
-        finally:
-            os._exit(code)
-    assert os.waitpid(child, 0)[1] == 0
-    assert store.get("fork/child") == b"12"
 
 
 @pytest.mark.parametrize("size", [0, 5, 40 * MIB + 17])
