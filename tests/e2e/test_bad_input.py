@@ -1,4 +1,7 @@
-"""Mistakes of a user: one message that says what, the value and the fix, in seconds, before a service or model starts."""
+"""Mistakes of a user: one message that says what, the value and the fix, in seconds, before a service or model starts.
+
+The command runs in this process: nothing that it does here starts another one, and each would load the same libraries again.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
+
+from flows.cli.main import app
 
 RLHF = str(Path(sys.executable).with_name("rlhf"))
 FIXTURES = Path(__file__).parents[1] / "fixtures"
@@ -19,18 +25,17 @@ FOREIGN = ("PREFECT_", "RAY_", "RLHF_", "AWS_")
 
 
 @pytest.fixture
-def refused(tmp_path, e2e_preset):
+def refused(tmp_path, e2e_preset, monkeypatch):
     """Function: (settings, exit code, environment) -> the message of `rlhf train`, after checking that nothing started."""
+    for key in [key for key in os.environ if key.startswith(FOREIGN)]:
+        monkeypatch.delenv(key)
+    monkeypatch.chdir(tmp_path)
 
     def run(*settings: str, code: int = 2, name: str = "r", preset: Path = e2e_preset, **environment: str) -> str:
-        command = [RLHF, "train", str(preset), "--run", name]
-        command += [word for setting in settings for word in ("--set", setting)]
-        kept = {key: value for key, value in os.environ.items() if not key.startswith(FOREIGN)}
-        done = subprocess.run(
-            command, cwd=tmp_path, env={**kept, **environment}, stdin=subprocess.DEVNULL, capture_output=True,
-            text=True, timeout=60, check=False,
-        )  # fmt: skip
-        assert done.returncode == code, done.stdout + done.stderr
+        words = [word for setting in settings for word in ("--set", setting)]
+        done = CliRunner().invoke(app, ["train", str(preset), "--run", name, *words], env=environment)
+        assert isinstance(done.exception, SystemExit), "an error that the command does not report"
+        assert done.exit_code == code, done.output
         assert done.stdout == ""
         assert "Traceback" not in done.stderr
         assert not (tmp_path / ".rlhf" / "logs").exists(), "a service was started"
