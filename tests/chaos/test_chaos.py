@@ -8,9 +8,11 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 
 import pytest
 from chaos import Proof, tail
+from processes import ending
 
 from tasks.audit.run import audit_run
 from tasks.runs import list_runs
@@ -53,17 +55,15 @@ def test_a_disturbed_run_ends_like_a_calm_one(chaos, undisturbed, chain):
 def test_a_node_that_dies_is_replaced_by_another(chaos, undisturbed):
     """Trainers on one node, engines on another one, which dies with all its processes."""
     words = ("train", str(chaos.preset), "--run", "node", "--set", "resources.colocate=false")
-    with chaos.extra_node(2) as raylet:
-        driver, log = chaos.start(*words)
-        wait_for(lambda: chaos.position("node").startswith("2 ") or driver.poll() is not None)
-        assert driver.poll() is None, tail(log)
-        raylet.kill()
-    with chaos.extra_node(2):
-        try:
+    with ExitStack() as started:
+        with chaos.extra_node(2) as raylet:
+            driver, log = chaos.start(*words)
+            started.enter_context(ending(driver))
+            wait_for(lambda: chaos.position("node").startswith("2 ") or driver.poll() is not None)
+            assert driver.poll() is None, tail(log)
+            raylet.kill()
+        with chaos.extra_node(2):
             assert driver.wait(600) == 0, tail(log)
-        finally:
-            driver.kill()
-            driver.wait()
     proof = Proof.of(chaos.store(), "node")
     assert proof.weights == undisturbed.weights
     assert proof.prompts == undisturbed.prompts

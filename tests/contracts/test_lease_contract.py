@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from rlhf_core import layout
 from rlhf_core.errors import FencedOut, RunLocked
 from rlhf_core.lease import Claim, Heartbeat, Holder, Lease, lease_state
 from rlhf_core.records import canonical, commit_record, seal
+from tests.fixtures.processes import ending
 
 ROOT = Path(__file__).parents[2]
 RUN = "run-1"
@@ -382,7 +384,9 @@ else:
 """
 
 
+@contextmanager
 def drivers(store, count, ttl=60.0):
+    """Processes that have just tried to take the lease, all at once."""
     started = [
         subprocess.Popen(
             [sys.executable, "-c", DRIVER, store.url, str(ttl)],
@@ -393,23 +397,17 @@ def drivers(store, count, ttl=60.0):
         )
         for _ in range(count)
     ]
-    for driver in started:
-        assert driver.stdout.readline() == "ready\n"
-    for driver in started:
-        driver.stdin.write("go\n")
-        driver.stdin.flush()
-    return started
-
-
-def end(processes):
-    for process in processes:
-        process.kill()
-        process.communicate()
+    with ending(*started):
+        for driver in started:
+            assert driver.stdout.readline() == "ready\n"
+        for driver in started:
+            driver.stdin.write("go\n")
+            driver.stdin.flush()
+        yield started
 
 
 def test_processes_race_and_a_killed_winner_is_replaced(store):
-    started = drivers(store, 3)
-    try:
+    with drivers(store, 3) as started:
         answers = [json.loads(driver.stdout.readline()) for driver in started]
         winner = next(driver for driver, answer in zip(started, answers, strict=True) if "epoch" in answer)
         assert sum("epoch" in answer for answer in answers) == 1
@@ -421,13 +419,10 @@ def test_processes_race_and_a_killed_winner_is_replaced(store):
         os.waitid(os.P_PID, winner.pid, os.WEXITED | os.WNOWAIT)
         with Lease.acquire(store, RUN, ME) as lease:
             assert lease.epoch == 2
-    finally:
-        end(started)
 
 
 def test_driver_that_hangs_past_its_ttl_is_fenced_when_it_wakes_up(store):
-    (driver,) = drivers(store, 1, ttl=1.0)
-    try:
+    with drivers(store, 1, ttl=1.0) as (driver,):
         assert json.loads(driver.stdout.readline()) == {"epoch": 1}
         driver.send_signal(signal.SIGSTOP)
         lease = None
@@ -441,5 +436,3 @@ def test_driver_that_hangs_past_its_ttl_is_fenced_when_it_wakes_up(store):
             answer = driver.communicate("check\n", timeout=60)[0]
             assert f"pid {ME.pid} (epoch 2) took over from epoch 1" in json.loads(answer)["fenced"]
             lease.check()
-    finally:
-        end([driver])

@@ -18,6 +18,7 @@ import pytest
 
 from infra.object_store import LocalObjectStore, S3ObjectStore, open_store
 from rlhf_core.ports import ObjectStore
+from tests.fixtures.processes import ending
 
 ROOT = Path(__file__).parents[2]
 MIB = 2**20
@@ -170,17 +171,13 @@ def test_processes_race_for_create(store):
         )
         for name in ("a", "b", "c")
     ]
-    try:
+    with ending(*racers):
         for racer in racers:
             assert racer.stdout.readline() == "ready\n"
         for racer in racers:
             racer.stdin.write("go\n")
             racer.stdin.flush()
         won = [json.loads(racer.communicate(timeout=120)[0]) for racer in racers]
-    finally:
-        for racer in racers:
-            racer.kill()
-            racer.communicate()
     assert sorted(chain.from_iterable(won)) == list(range(20))
     for name, indices in zip("abc", won, strict=True):
         assert all(store.get(f"processes/{index}") == name.encode() for index in indices)
@@ -278,13 +275,10 @@ def test_kill_9_leaves_whole_objects_or_none(store):
         writer = subprocess.Popen(
             [sys.executable, "-c", WRITER, store.url], cwd=ROOT, stdout=subprocess.PIPE, text=True
         )
-        try:
+        with ending(writer):
             assert writer.stdout.readline() == "ready\n"
             while len(store.list("kill")) < 5:  # it is in the middle of writing
                 pass
-        finally:
-            writer.kill()
-            writer.communicate()
         for key in store.list("kill"):
             if key != "kill/ready":
                 assert store.get(key) == key.removeprefix("kill/").encode() * 20000

@@ -12,6 +12,7 @@ import tempfile
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -100,7 +101,7 @@ class World:
         return done
 
     def start(self, *command: str, log: Path, **changes: str) -> subprocess.Popen[bytes]:
-        """Start a process of its own in the folder; it is ended with the services at the latest."""
+        """Start a process of its own in the folder; it is ended with the tests of the module at the latest."""
         with log.open("wb") as output:
             process = subprocess.Popen(
                 command,
@@ -220,6 +221,26 @@ class World:
         psutil.wait_procs(processes, timeout=30)
         wait_until(lambda: not self.actor_processes())
 
+    def clean_up(self) -> None:
+        """End what tests that failed have left: drivers, flow runs of deployments, actors and their places."""
+        flows = [process for process in stack_processes(self.stack.layout.identity) if runs_a_flow(process)]
+        for process in (*self.started, *flows):
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+                process.wait()
+        self.started.clear()
+        if self.actor_processes():
+            for row in self.json("runs"):
+                self.rlhf("gc", row["run"])
+
+
+def runs_a_flow(process: psutil.Process) -> bool:
+    """Whether the worker started it for a flow run."""
+    try:
+        return "PREFECT__FLOW_RUN_ID" in process.environ()
+    except psutil.Error:
+        return False
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The first test of a module pays for the runs that all of them look at."""
@@ -265,8 +286,17 @@ def s3(tmp_path_factory) -> Iterator[S3Server]:
         yield server
 
 
+@pytest.fixture(scope="module")
+def world(whole_world) -> Iterator[World]:
+    """The services, up, and free of what other modules did wrong."""
+    try:
+        yield whole_world
+    finally:
+        whole_world.clean_up()
+
+
 @pytest.fixture(scope="session")
-def world(e2e_preset, s3) -> Iterator[World]:
+def whole_world(e2e_preset, s3) -> Iterator[World]:
     """The services, up. Their folder is short because unix sockets are below it."""
     folder = Path(tempfile.mkdtemp(prefix="rlhf-e2e-"))
     stack = ServiceStack(folder / ".rlhf")
@@ -281,13 +311,7 @@ def world(e2e_preset, s3) -> Iterator[World]:
             environment.setenv("RAY_memory_monitor_refresh_ms", "0")
             addresses = stack.up(180)
             stack.wait_for_worker(180)
-            world = World(folder, e2e_preset, stack, s3, addresses.prefect_api_url, addresses.environment)
-            try:
-                yield world
-            finally:
-                for process in world.started:
-                    process.kill()
-                    process.wait()
+            yield World(folder, e2e_preset, stack, s3, addresses.prefect_api_url, addresses.environment)
     finally:
         stack.down()
         shutil.rmtree(folder, ignore_errors=True)
@@ -303,7 +327,7 @@ class Finished:
 
 
 @pytest.fixture(scope="session")
-def reference(world) -> Finished:
+def reference(whole_world) -> Finished:
     """Run ``a``: the shared preset, never interrupted, in the default store."""
-    done = world.train("a", timeout=240)
+    done = whole_world.train("a", timeout=240)
     return Finished("a", done.stdout, done.stderr)

@@ -1,6 +1,8 @@
-"""Reruns, forks, another topology and guards, on whole runs by the command."""
+"""Reruns, forks and guards, on whole runs by the command."""
 
 from __future__ import annotations
+
+import shutil
 
 import pytest
 
@@ -56,23 +58,6 @@ def test_a_fork_learns_with_its_own_settings(world, reference):
     assert metrics["update/grad_norm"] == world.json("show", "a")["iterations"][5]["metrics"]["update/grad_norm"]
 
 
-def test_a_run_goes_on_with_fewer_ranks(world):
-    words = ("iterations=3", "resources.trainer_ranks=2", "limits.iterations_per_flow_run=2")
-    world.train("wide", *(part for word in words for part in ("--set", word)), timeout=240)
-    assert [run["state_type"] for run in world.flow_runs("wide")] == ["COMPLETED"] * 2
-    for words in (
-        ("rerun", "wide", "--iteration", "2", "--from", "advantages", "--no-train"),
-        ("resume", "wide", "--new-topology", "resources.trainer_ranks=1"),
-    ):
-        done = world.rlhf(*words, timeout=240)
-        assert done.returncode == 0, done.stdout + done.stderr
-    shown, view = world.json("show", "wide"), world.json("audit", "wide")
-    assert shown["state"] == "complete"
-    assert view["proven"], view["damage"]
-    norms = [row["metrics"]["update/grad_norm"] for row in shown["iterations"]]
-    assert all(norm > 0 for norm in norms)
-
-
 def test_a_batch_that_is_out_of_bounds_is_left_out(world):
     words = ("--set", "iterations=2", "--set", "guards.max_grad_norm=1e-9", "--set", "guards.action=skip")
     done = world.train("guarded", *words, timeout=300)
@@ -84,14 +69,20 @@ def test_a_batch_that_is_out_of_bounds_is_left_out(world):
     assert list(view["left_out"].values()) == [2 * 2 * 4]
 
 
-def test_a_guard_stops_before_the_commit(world):
+def test_a_guard_stops_before_the_commit_and_the_actors_stay_until_they_are_collected(world):
     words = ("--set", "iterations=2", "--set", "guards.min_reward=5")
     done = world.rlhf("train", str(world.preset), "--run", "stopped", *words, timeout=240)
     assert done.returncode == 3
     assert "reward/mean" in done.stderr
     assert "guards.min_reward = 5" in done.stderr
     assert set(world.commits("stopped", 0)) == {"generate", "score", "advantages"}
-    # It keeps its actors for whoever resumes it. Nobody will, and the next run needs their place.
+    kept = {process.pid for process in world.actor_processes()}
+    assert len(kept) == 3, "for whoever resumes it"
+    # What it left on the cluster is none of the business of a run of the same name in another store.
+    shutil.copytree(world.folder / ".rlhf/store/runs/stopped", world.folder / "another/runs/stopped")
+    namesake = world.rlhf("gc", "stopped", "--store", "another", timeout=120)
+    assert namesake.returncode == 0, namesake.stdout + namesake.stderr
+    assert {process.pid for process in world.actor_processes()} == kept
     ended = world.rlhf("gc", "stopped", timeout=120)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert world.actor_processes() == []

@@ -10,24 +10,49 @@ from infra.object_store import open_store
 from rlhf_core.buffer import load_stage, read_rows
 
 
-def test_two_ranks_and_two_engines_run_to_the_end(world):
-    world.train(
-        "w", "--set", "resources.trainer_ranks=2", "--set", "resources.engines=2", "--set", "iterations=2", timeout=300
+@pytest.fixture(scope="module")
+def wide(world):
+    """Run ``wide``: three iterations on two ranks and two engines, by two flow runs."""
+    words = (
+        "iterations=3",
+        "resources.trainer_ranks=2",
+        "resources.engines=2",
+        "limits.iterations_per_flow_run=2",
     )
-    shown = world.json("show", "w")
-    assert (shown["state"], shown["iterations_done"]) == ("complete", 2)
+    world.train("wide", *(part for word in words for part in ("--set", word)), timeout=300)
+    return "wide"
+
+
+def test_two_ranks_and_two_engines_run_to_the_end(world, wide):
+    assert [run["state_type"] for run in world.flow_runs(wide)] == ["COMPLETED"] * 2
+    shown = world.json("show", f"{wide}~0")
+    assert (shown["state"], shown["iterations_done"]) == ("complete", 3)
     store = open_store(str(world.folder / ".rlhf" / "store"))
-    for iteration in range(2):
-        generate = load_stage(store, "w", iteration, "generate")
+    for iteration in range(3):
+        generate = load_stage(store, wide, iteration, "generate")
         assert generate.rows == 8
         engines = read_rows(store, [generate], columns=["engine"])["engine"].to_pylist()
-        assert engines == ["w-engine-0"] * 4 + ["w-engine-1"] * 4
-        assert len(load_stage(store, "w", iteration, "advantages").shards) == 2, "each rank writes its rows"
-        sync = load_stage(store, "w", iteration, "sync")
+        assert engines == ["wide-engine-0"] * 4 + ["wide-engine-1"] * 4
+        assert len(load_stage(store, wide, iteration, "advantages").shards) == 2, "each rank writes its rows"
+        sync = load_stage(store, wide, iteration, "sync")
         assert sync.metrics["sync/probe_gap"] < 1e-4
-        assert sync.details["engines"] == ["w-engine-0", "w-engine-1"]
-    assert world.weights("w", 0) != world.weights("w", 1)
+        assert sync.details["engines"] == ["wide-engine-0", "wide-engine-1"]
+    assert len({world.weights(wide, iteration) for iteration in range(3)}) == 3
     assert world.actor_processes() == []
+
+
+def test_a_run_goes_on_with_fewer_ranks(world, wide):
+    for words in (
+        ("rerun", wide, "--iteration", "2", "--from", "advantages", "--no-train"),
+        ("resume", wide, "--new-topology", "resources.trainer_ranks=1"),
+    ):
+        done = world.rlhf(*words, timeout=240)
+        assert done.returncode == 0, done.stdout + done.stderr
+    shown, view = world.json("show", wide), world.json("audit", wide)
+    assert shown["state"] == "complete"
+    assert view["proven"], view["damage"]
+    assert view["branches"][-1] == wide
+    assert all(row["metrics"]["update/grad_norm"] > 0 for row in shown["iterations"])
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ import pytest
 
 from infra.services import Service, ServiceError, ServiceStack
 from infra.services.processes import stack_processes
+from tests.fixtures.processes import ending
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -115,9 +116,9 @@ def test_only_loopback_is_listened_on_and_files_are_private(stack):
 def test_ray_refuses_a_driver_without_the_token(stack):
     environment = {**os.environ, **stack.up().environment, "RAY_AUTH_MODE": "disabled"}
     command = [sys.executable, "-c", "import ray; ray.init()"]
-    with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as driver:
+    driver = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+    with ending(driver):
         refused = any("InvalidAuthToken" in line for line in driver.stderr)  # it tries again and again
-        driver.kill()
     assert refused
 
 

@@ -9,6 +9,7 @@ import torch
 import transformers
 
 from rlhf_core.models import check_model_folder, prepare_model
+from tests.fixtures.processes import ending
 
 
 @pytest.fixture(scope="session")
@@ -64,7 +65,8 @@ def test_two_processes_at_once_write_one_folder(tmp_path):
         subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True)
         for _ in range(2)
     ]
-    answers = {process.communicate(timeout=120)[0].splitlines()[-1] for process in both}
+    with ending(*both):
+        answers = {process.communicate(timeout=120)[0].splitlines()[-1] for process in both}
     assert [process.returncode for process in both] == [0, 0]
     assert len(answers) == 1
     assert [p.name for p in tmp_path.iterdir() if not p.name.startswith(".")] == [answers.pop().rpartition("/")[2]]

@@ -189,7 +189,7 @@ class Switched(LocalObjectStore):
 
     def __init__(self, root, callers):
         super().__init__(root)
-        self.back, self.everybody = threading.Event(), threading.Barrier(callers)
+        self.back, self.everybody = threading.Event(), threading.Barrier(callers, timeout=60)
         self.local = threading.local()
 
     def get(self, key):
