@@ -23,7 +23,7 @@ from rlhf_core.schema import ROLLOUTS, experience_schema, rewards_schema
 from rlhf_core.segments import prepare_segment, rollout_metrics
 
 EXPERIENCE_METRICS = ("advantages/learning_fraction", *(f"mismatch/made_up_{n}" for n in range(9)))
-UPDATE_METRICS = ("policy/entropy", "update/grad_norm", *(f"policy/made_up_{n}" for n in range(11)))
+UPDATE_METRICS = ("update/entropy", "update/grad_norm", *(f"policy/made_up_{n}" for n in range(11)))
 
 
 @dataclass
@@ -51,9 +51,6 @@ class StandIns:
         return [getattr(self, f"on_{method}")(place, *each) for place, each in enumerate(arguments)]
 
     call_surviving = call_each
-
-    def call_status(self, seconds: float) -> list[dict[str, float]]:
-        return [{"peak_rss_gib": 1.0} for _ in self.names]
 
     def on_nothing(self, place: int, *_: Any) -> None:
         """Calls that only matter to weights and devices."""

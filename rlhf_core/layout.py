@@ -21,6 +21,7 @@
         checkpoints/commits/{version}.json              put-if-absent
         evaluations/{name}.json
         export/{relpath}
+        reported/{sink}.json                            rewritten: the iterations that a tracker was told
         summary.json
 
 Numbers are zero-padded, so keys sort as numbers do.
@@ -235,6 +236,11 @@ def checkpoint_file(run: str, version: int, attempt: str, relpath: str) -> str:
 def evaluation(run: str, name: str) -> str:
     """The record of one evaluation."""
     return f"{run_root(run)}/evaluations/{check_name(name, 'evaluation')}.json"
+
+
+def reported(run: str, sink: str) -> str:
+    """The cursor of somebody who is told finished iterations."""
+    return f"{run_root(run)}/reported/{check_name(sink, 'sink')}.json"
 
 
 def summary(run: str) -> str:

@@ -175,6 +175,16 @@ class TargetRecord(Manifest):
     digest: str = ""
 
 
+class ReportedRecord(Manifest):
+    """``reported/SINK.json``: what a tracker or the Prefect server was told. Rewritten; the run's driver alone does."""
+
+    format: int = FORMAT_VERSION
+    run: str
+    sink: str
+    iterations: int = Field(ge=0, description="It was told the iterations below this one.")
+    digest: str = ""
+
+
 class PromptsManifest(Manifest):
     """The tokenized prompts of a run."""
 
@@ -261,6 +271,10 @@ class RunSummary(Manifest):
     iterations: int = Field(description="Finished iterations.")
     finished: bool = Field(default=True, description="False: another flow run goes on.")
     policy_version: int
+    learned: str | None = Field(
+        default=None,
+        description="From how many iterations something was learned, and why not from the others; None: each.",
+    )
     reward_before: float | None = None
     reward_after: float | None = None
     sampled_reward_last: float | None = None

@@ -10,9 +10,12 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Self
+from typing import Self, TypeVar
 
 _NAME = re.compile(r"^[a-z0-9_]+(?:/[a-z0-9_]+)+$")
+
+#: A metric, or its value.
+Number = TypeVar("Number")
 
 
 class Metric(ABC):
@@ -168,6 +171,17 @@ def merge_metrics(parts: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
                 kinds = f"{type(merged[name]).__name__} and {type(metric).__name__}"
                 raise ValueError(f"metric {name!r} comes as {kinds}: one name has one reduction")
             merged[name] = merged[name].merge(metric)
+    return merged
+
+
+def united(*parts: Mapping[str, Number]) -> dict[str, Number]:
+    """Metrics of several sources as one mapping. ValueError for a name that two of them have: one would hide the other."""
+    merged: dict[str, Number] = {}
+    for part in parts:
+        twice = sorted(merged.keys() & part.keys())
+        if twice:
+            raise ValueError(f"metrics {twice} are there twice: one name has one meaning")
+        merged.update(part)
     return merged
 
 

@@ -39,6 +39,9 @@ class IterationView(View):
     stage_states: dict[str, Literal["committed", "missing"]]
     stage_seconds: dict[str, float] = {}
     metrics: dict[str, float] = {}
+    """NaN for one that was NaN or infinite; one of nothing (a mean reward without any reward) is not there."""
+    note: str | None = None
+    """Why the iteration taught nothing, or that a metric is not finite; None for an ordinary one."""
 
 
 class RunView(View):
@@ -56,6 +59,8 @@ class RunView(View):
     """Generated tokens a second of the generate stages that are shown."""
     export: str | None = None
     """Folder of the exported model."""
+    learned: str | None = None
+    """From how many of the iterations that are shown something was learned, and why not from the others; None: from each."""
     next_step: str
     """What to do now, as a sentence or a command."""
     stages: tuple[IterationView, ...] = ()
@@ -72,14 +77,29 @@ class RolloutSample(View):
     sample_id: str
     prompt: str
     response: str
+    """Text as the reward saw it, so without special tokens; may be empty. Before it is scored, how many tokens there are."""
+    status: str | None = None
+    """`ok`, or why there is no reward; None: not scored yet."""
+    error: str | None = None
+    """What the reward said about a sample that it could not score."""
     reward: float | None
-    """None when the sample could not be scored."""
-    components: dict[str, float] = {}
+    """None when the sample could not be scored, or is not scored yet."""
+    components: dict[str, float | None] = {}
+    """Reward function -> its value; None where it had none."""
     answer: str | None = None
     finish_reason: str
     tokens: int
     """Response tokens."""
     advantage: float | None = None
+
+
+def reward_text(sample: RolloutSample) -> str:
+    """The sample's reward, or why it has none."""
+    if sample.reward is not None:
+        return f"{sample.reward:.3g}"
+    if sample.status is None:
+        return "not scored yet"
+    return f"none ({sample.status}: {sample.error or 'no reason given'})"
 
 
 class Damage(View):

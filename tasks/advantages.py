@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rlhf_core.actors.jobs import ExperienceJob, StageResult
 from rlhf_core.manifests import StageManifest
-from rlhf_core.metrics import merge_metrics, values
+from rlhf_core.metrics import merge_metrics, united, values
 from tasks.context import StageContext
 from tasks.handover import to_trainers
 from tasks.stage import manifest_of, stage_task
@@ -32,6 +32,7 @@ def advantages(context: StageContext) -> StageManifest:
         parents={"generate": rollouts.digest, "score": rewards.digest},
         shards=tuple(shard for r in results for shard in r.shards),
         tokens=rollouts.tokens,
-        metrics=values(merge_metrics(r.metrics for r in results))
-        | {"advantages/seconds": max(r.seconds for r in results)},
+        metrics=united(
+            values(merge_metrics(r.metrics for r in results)), {"advantages/seconds": max(r.seconds for r in results)}
+        ),
     )

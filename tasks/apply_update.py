@@ -7,7 +7,7 @@ from rlhf_core.bases import ENVIRONMENT, FROM_WEIGHTS
 from rlhf_core.config import past_config
 from rlhf_core.errors import IntegrityError
 from rlhf_core.manifests import StageManifest
-from rlhf_core.metrics import merge_metrics, values
+from rlhf_core.metrics import merge_metrics, united, values
 from tasks.context import StageContext
 from tasks.handover import to_trainers
 from tasks.stage import manifest_of
@@ -45,7 +45,13 @@ def apply_update(context: StageContext, skipped: str | None = None) -> StageMani
         policy_version=job.version,
         parents={"generate": rollouts.digest, "score": rewards.digest, "advantages": experience.digest},
         tokens=rollouts.tokens,
-        metrics=values(merge_metrics(r.metrics for r in results)) | {"update/seconds": max(r.seconds for r in results)},
+        metrics=united(
+            values(merge_metrics(r.metrics for r in results)),
+            {
+                "update/seconds": max(r.seconds for r in results),
+                "memory/trainer_peak_gib": max(r.peak_gib for r in results),
+            },
+        ),
         details={"weights_digest": after, FROM_WEIGHTS: before, ENVIRONMENT: environment}
         | ({} if skipped is None else {"skipped": skipped}),
     )

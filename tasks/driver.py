@@ -28,9 +28,11 @@ from tasks.names import namespace_of
 from tasks.preflight import check_before_start
 from tasks.progress import load_progress
 from tasks.reporting import report_summary, show_progress, start_progress
+from tasks.reports import report
 from tasks.restarts import check_restarts
 from tasks.retention import retire
 from tasks.summary import summarize
+from tasks.unfailing import only_warns
 from tasks.zombies import end_zombies
 
 
@@ -128,11 +130,14 @@ class Driver:
         first, last = load_progress(self.lease.store, self.lineage).next_iteration, self.config.iterations
         if flow_run.get_parent_flow_run_id() is None:
             last = min(last, first + self.config.limits.iterations_per_flow_run)
-        self._bar = start_progress(self.config, first)
+        with only_warns("no progress bar"):
+            self._bar = start_progress(self.config, first)
         for iteration in range(first, last):
             self.lease.check()
             yield iteration
-            show_progress(self._bar, self.config, iteration + 1)
+            if self._bar is not None:
+                with only_warns("the progress bar stays where it is"):
+                    show_progress(self._bar, self.config, iteration + 1)
 
     def has_more(self) -> bool:
         """Whether iterations are left for another flow run."""
@@ -160,7 +165,8 @@ class Driver:
         """Summary of the run; its actors end."""
         stop_actors(self.config)
         summary = summarize(self.config, time.monotonic() - self.started)
-        report_summary(summary)
+        with only_warns("no summary in Prefect"):
+            report_summary(summary)
         return summary
 
 
@@ -172,4 +178,6 @@ def drive(config: RunConfig) -> Iterator[Driver]:
     store = open_run_store(config)
     with Lease.acquire(store, config.run_id, Holder.current(), beats=bare_store(store)) as lease:
         end_zombies(config.run_id)
-        yield Driver(config, lease, load_lineage(store, config.run_id))
+        lineage = load_lineage(store, config.run_id)
+        report(config, store, lineage, load_progress(store, lineage).next_iteration)
+        yield Driver(config, lease, lineage)

@@ -11,7 +11,7 @@ from rlhf_core.actors.jobs import GenerateJob, StageResult
 from rlhf_core.engines.vllm_engine import Sampling
 from rlhf_core.errors import WorkerDied
 from rlhf_core.manifests import Shard, StageManifest
-from rlhf_core.metrics import Metric, Sum, merge_metrics, values
+from rlhf_core.metrics import Max, Metric, Sum, merge_metrics, united, values
 from rlhf_core.prompts.order import prompt_rows
 from rlhf_core.segments import find_segments, request_identity
 from tasks.context import StageContext, split
@@ -117,8 +117,11 @@ def _collect(gathered: _Gathered, results: Iterable[StageResult | WorkerDied]) -
     for result in results:
         if not isinstance(result, WorkerDied):
             gathered.shards += result.shards
-            new = Sum(float(result.metrics["generate/tokens"].value))
-            gathered.metrics.append({**result.metrics, "generate/new_tokens": new})
+            own = {
+                "generate/new_tokens": Sum(float(result.metrics["generate/tokens"].value)),
+                "memory/engine_peak_gib": Max(result.peak_gib),
+            }
+            gathered.metrics.append(united(result.metrics, own))
 
 
 def _after_deaths(context: StageContext, identity: str, gathered: _Gathered, dead: Sequence[WorkerDied]) -> _Gathered:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import cast
 from uuid import UUID
 
@@ -13,10 +14,13 @@ from prefect.artifacts import (
 )
 
 from rlhf_core.config import RunConfig
-from rlhf_core.manifests import IterationRecord, RunSummary, StageManifest
-from rlhf_core.views import RolloutSample
-from tasks.context import StageContext
-from tasks.runs import sample_rollouts
+from rlhf_core.errors import IntegrityError, NotCommitted
+from rlhf_core.guards import lesson
+from rlhf_core.lineage import Lineage
+from rlhf_core.manifests import IterationRecord, RunSummary
+from rlhf_core.ports import ObjectStore
+from rlhf_core.views import RolloutSample, reward_text
+from tasks.runs import first_samples, rollout_stages
 
 #: Rollouts shown for an iteration.
 _SAMPLES = 4
@@ -41,26 +45,44 @@ def show_progress(artifact: UUID, config: RunConfig, done: int) -> None:
     update_progress_artifact(artifact, progress=100.0 * done / config.iterations)
 
 
-def report_iteration(context: StageContext, record: IterationRecord, stages: dict[str, StageManifest]) -> None:
-    """Metrics of the iteration as a table and a few rollouts with their rewards, on the commit task's page."""
-    names = [n for n in _FIRST if n in record.metrics] + sorted(set(record.metrics) - set(_FIRST))
+def report_iteration(store: ObjectStore, lineage: Lineage, record: IterationRecord) -> None:
+    """Metrics of the iteration as a table and a few rollouts with their rewards, on the page of the task that calls this."""
+    note = lesson(record.metrics)
+    what = f"iteration {record.iteration}: policy version {record.policy_version}, weights {record.weights_digest[:12]}"
     create_table_artifact(
         key=artifact_key(record.run, "metrics"),
-        table=[{"metric": name, "value": f"{record.metrics[name]:.6g}"} for name in names],
-        description=f"iteration {record.iteration}: policy version {record.policy_version}, weights {record.weights_digest[:12]}",
+        table=metrics_rows(record.metrics),
+        description=what if note is None else f"{what}; {note}",
     )
-    samples = sample_rollouts(context.config.storage.url, record.run, record.iteration, _SAMPLES)
+    markdown, count = rollouts_markdown(store, lineage, record.iteration)
     create_markdown_artifact(
         key=artifact_key(record.run, "rollouts"),
-        markdown="\n\n".join(_sample(s) for s in samples),
-        description=f"iteration {record.iteration}: {_SAMPLES} of {stages['generate'].rows} rollouts",
+        markdown=markdown,
+        description=f"iteration {record.iteration}: {count} rollouts",
     )
+
+
+def metrics_rows(metrics: Mapping[str, float]) -> list[dict[str, str]]:
+    """Metrics as rows of a table, the most important ones first; ``-`` for one of these that the iteration does not have."""
+    names = [*_FIRST, *sorted(set(metrics) - set(_FIRST))]
+    return [{"metric": name, "value": f"{metrics[name]:.6g}" if name in metrics else "-"} for name in names]
+
+
+def rollouts_markdown(store: ObjectStore, lineage: Lineage, iteration: int) -> tuple[str, str]:
+    """A few rollouts of the iteration, and how many of how many they are. Rows that are damaged or deleted are said to be so."""
+    try:
+        stages = rollout_stages(store, lineage, iteration)
+        samples = first_samples(store, lineage.record, stages, _SAMPLES)
+    except (IntegrityError, NotCommitted) as error:
+        return f"The rollouts cannot be shown: {error}", "no"
+    return "\n\n".join(_sample(s) for s in samples), f"{len(samples)} of {stages[0].rows}"
 
 
 def report_summary(summary: RunSummary) -> None:
     """The result of the run."""
     rows = [
         ("iterations", f"{summary.iterations}"),
+        ("learned from", summary.learned or "each of them"),
         ("greedy reward on held-out prompts, before", _number(summary.reward_before)),
         ("the same, after", _number(summary.reward_after)),
         ("sampled reward of the last iteration", _number(summary.sampled_reward_last)),
@@ -76,13 +98,12 @@ def report_summary(summary: RunSummary) -> None:
 
 
 def _number(value: float | None) -> str:
-    return "unknown" if value is None else f"{value:.3f}"
+    return "-" if value is None else f"{value:.3f}"
 
 
 def _sample(sample: RolloutSample) -> str:
-    reward = "none" if sample.reward is None else f"{sample.reward:g}"
-    quote = sample.response.replace("\n", "\n> ")
+    quote = sample.response.replace("\n", "\n> ") or "*(empty)*"
     return (
-        f"**{sample.sample_id}** reward {reward}, expected `{sample.answer}`, {sample.tokens} tokens, "
+        f"**{sample.sample_id}** reward {reward_text(sample)}, expected `{sample.answer}`, {sample.tokens} tokens, "
         f"{sample.finish_reason}\n\n{sample.prompt}\n\n> {quote}"
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
@@ -13,7 +14,8 @@ from rlhf_core.bases import base_keys, describe_base
 from rlhf_core.buffer import read_rows
 from rlhf_core.config import RunConfig, stored_config
 from rlhf_core.config.place import StorageConfig
-from rlhf_core.errors import StoreError
+from rlhf_core.errors import NotCommitted, StoreError
+from rlhf_core.guards import NOT_FINITE, lesson, lessons, not_finite
 from rlhf_core.lineage import Lineage, load_lineage
 from rlhf_core.manifests import (
     STAGES,
@@ -21,9 +23,11 @@ from rlhf_core.manifests import (
     EvaluationRecord,
     ExportRecord,
     IterationRecord,
+    RetiredRecord,
     RunRecord,
     StageManifest,
 )
+from rlhf_core.metric_names import of_iteration
 from rlhf_core.ports import ObjectStore
 from rlhf_core.prompts.table import PromptTable
 from rlhf_core.records import find_record, load_record
@@ -65,6 +69,7 @@ def describe_run(store_url: str, run: str, newest: int | None = None) -> RunView
             stage_states=dict.fromkeys(STAGES, "committed"),
             stage_seconds=r.stage_seconds,
             metrics=r.metrics,
+            note=lesson(r.metrics),
         )
         for r in done
     ]
@@ -85,6 +90,7 @@ def describe_run(store_url: str, run: str, newest: int | None = None) -> RunView
         reward_after=_greedy(after),
         tokens_per_second=sum(speeds) / len(speeds) if speeds else None,
         export=export.folder if export else None,
+        learned=lessons([r.metrics for r in done]),
         next_step=_next_step(resume_command(run, store_url), progress.next_iteration, planned, export, started),
         stages=tuple(views),
         lineage=tuple(_origin(record) for record in lineage.records if record.parent is not None),
@@ -113,19 +119,33 @@ def position_of(store: ObjectStore, run: str) -> tuple[int, str]:
 
 
 def sample_rollouts(store_url: str, run: str, iteration: int, limit: int) -> list[RolloutSample]:
-    """The first rollouts of an iteration, as text, with what the later stages made of them."""
+    """The first rollouts of an iteration, as text, with what the later stages made of them.
+
+    NotCommitted if nothing was generated, or the rollouts were deleted on purpose.
+    """
     store = open_named_store(store_url)
     lineage = load_lineage(store, run)
+    return first_samples(store, lineage.record, rollout_stages(store, lineage, iteration), limit)
+
+
+def rollout_stages(store: ObjectStore, lineage: Lineage, iteration: int) -> list[StageManifest]:
+    """The committed stages that rows of rollouts consist of. Errors as in ``sample_rollouts``."""
     stages = [lineage.load(store, iteration, "generate")]
+    gone = find_record(store, layout.iteration_retired(stages[0].run, iteration), RetiredRecord)
+    if gone is not None:
+        raise NotCommitted(f"the rollouts of iteration {iteration} were deleted at {gone.retired} ({gone.reason})")
     for name in ("score", "advantages"):
         found = lineage.find(store, iteration, name)
         if found is None:
             break
         stages.append(found)
-    return _samples(store, lineage.record, stages, limit)
+    return stages
 
 
-def _samples(store: ObjectStore, record: RunRecord, stages: list[StageManifest], limit: int) -> list[RolloutSample]:
+def first_samples(
+    store: ObjectStore, record: RunRecord, stages: list[StageManifest], limit: int
+) -> list[RolloutSample]:
+    """The first rows of these stages of an iteration, as text."""
     table = read_rows(store, stages, rows=range(min(limit, stages[0].rows)))
     prompts = PromptTable(store, record.prompts.train).by_id(table["prompt_id"].to_pylist())
     samples = []
@@ -136,7 +156,9 @@ def _samples(store: ObjectStore, record: RunRecord, stages: list[StageManifest],
             RolloutSample(
                 sample_id=row["sample_id"],
                 prompt=prompt["prompt_text"],
-                response=row.get("response_text") or f"<{len(row['response_ids'])} tokens, not scored yet>",
+                response=row["response_text"] if "response_text" in row else _unread(row),
+                status=row.get("status"),
+                error=row.get("error"),
                 reward=row.get("reward"),
                 components=components,
                 answer=prompt["answer"],
@@ -146,6 +168,11 @@ def _samples(store: ObjectStore, record: RunRecord, stages: list[StageManifest],
             )
         )
     return samples
+
+
+def _unread(row: dict[str, Any]) -> str:
+    """Responses become text where they are scored."""
+    return f"<{len(row['response_ids'])} tokens, not scored yet>"
 
 
 def evaluations(
@@ -207,11 +234,14 @@ def _open_stages(store: ObjectStore, lineage: Lineage, iteration: int) -> dict[s
 
 
 def _unfinished(iteration: int, stages: dict[str, StageManifest]) -> IterationView:
+    metrics = of_iteration(stages)
+    notes = [reason for reason in (lesson(metrics), *not_finite(*stages.values())) if reason is not None]
     return IterationView(
         iteration=iteration,
         stage_states={name: "committed" if name in stages else "missing" for name in STAGES},
         stage_seconds={name: m.seconds for name, m in stages.items()},
-        metrics={key: value for m in stages.values() for key, value in m.metrics.items()},
+        metrics=metrics | {name: math.nan for m in stages.values() for name in m.details.get(NOT_FINITE, ())},
+        note="; ".join(notes) or None,
     )
 
 

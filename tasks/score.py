@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rlhf_core.actors.jobs import ScoreJob, StageResult
 from rlhf_core.manifests import StageManifest
-from rlhf_core.metrics import merge_metrics, values
+from rlhf_core.metrics import merge_metrics, united, values
 from tasks.context import StageContext, split
 from tasks.rewards import reward_for_workers
 from tasks.stage import manifest_of, stage_task
@@ -35,5 +35,8 @@ def score(context: StageContext) -> StageManifest:
         parents={"generate": rollouts.digest},
         shards=tuple(shard for r in results for shard in r.shards),
         tokens=rollouts.tokens,
-        metrics=values(merge_metrics(r.metrics for r in results)),
+        metrics=united(
+            values(merge_metrics(r.metrics for r in results)),
+            {"memory/reward_peak_gib": max(r.peak_gib for r in results)},
+        ),
     )

@@ -22,6 +22,7 @@ from rlhf_core.config import RunConfig
 from rlhf_core.errors import FencedOut, IntegrityError, NumericsError, UserError, WorkerDied
 from rlhf_core.guards import NOT_FINITE
 from rlhf_core.manifests import ClusterRef, StageManifest
+from rlhf_core.metric_names import require_own
 from tasks.context import StageContext
 
 StageWork = Callable[[StageContext], StageManifest]
@@ -85,8 +86,9 @@ def manifest_of(context: StageContext, stage: str, *, metrics: dict[str, float],
     """A manifest of this attempt, not yet committed.
 
     A record holds neither NaN nor infinity. Metrics that are not finite are named in the details instead, where the update's
-    guard finds them; the data that they were made of is kept for inspection.
+    guard finds them; the data that they were made of is kept for inspection. ValueError for a metric of another stage.
     """
+    require_own(stage, metrics)
     finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
     details = dict(fields.pop("details", {}))
     if broken := sorted(metrics.keys() - finite):

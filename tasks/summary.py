@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from rlhf_core import layout
 from rlhf_core.config import RunConfig
+from rlhf_core.guards import lessons
 from rlhf_core.lineage import load_lineage
 from rlhf_core.manifests import EvaluationRecord, ExportRecord, IterationRecord, RunSummary
 from rlhf_core.records import find_record
@@ -26,6 +27,7 @@ def summarize(config: RunConfig, seconds: float) -> RunSummary:
         run=run,
         iterations=progress.next_iteration,
         policy_version=progress.policy_version,
+        learned=lessons([r.metrics for r in done]),
         reward_before=_metric(before, "greedy/reward"),
         reward_after=_metric(after, "greedy/reward"),
         sampled_reward_last=done[-1].metrics.get("reward/mean") if done else None,

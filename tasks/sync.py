@@ -13,6 +13,7 @@ from rlhf_core.bases import weights_of
 from rlhf_core.buffer import read_rows
 from rlhf_core.errors import AgreementError
 from rlhf_core.manifests import StageManifest
+from rlhf_core.metrics import united
 from tasks.context import StageContext
 from tasks.stage import manifest_of, stage_task
 
@@ -24,7 +25,7 @@ def sync(context: StageContext) -> StageManifest:
     update = context.stage("update")
     weights = str(weights_of(context.store, context.lineage, version))
     metrics = push_weights(context, version, weights)
-    metrics |= probe(context, version)
+    metrics = united(metrics, probe(context, version))
     return manifest_of(
         context,
         "sync",

@@ -2,35 +2,72 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import datetime
+from functools import partial
 from typing import Any
 
+from infra.object_store import LocalObjectStore
 from infra.settings import load_settings
+from rlhf_core import layout
 from rlhf_core.config import RunConfig
 from rlhf_core.manifests import IterationRecord
+from rlhf_core.ports import ObjectStore
 
 
-def track(config: RunConfig, record: IterationRecord) -> None:
-    """Log an iteration's metrics at step = iteration, everywhere that is configured. Called once an iteration."""
+@dataclass(frozen=True)
+class Sink:
+    """Somebody who is told every finished iteration of a branch, in order, and the place of the cursor that counts them."""
+
+    name: str
+    tell: Callable[[IterationRecord], None]
+    """A death between it and the cursor repeats the iteration: it must bear that."""
+    cursors: ObjectStore
+    cursor: str
+    """Key of its ReportedRecord in ``cursors``."""
+    backlog: int | None = None
+    """Iterations that it is told at most when it lags; older ones are left out. None: all of them."""
+
+
+def trackers(config: RunConfig, store: ObjectStore, branch: str) -> list[Sink]:
+    """The trackers that are configured.
+
+    A service keeps what any machine told it, so its cursor lies in the run's store. Event files lie on this machine, and
+    their cursor beside them: a run that goes on elsewhere has all its curves there too.
+    """
+    found = []
     if config.tracking.tensorboard:
-        _tensorboard(record)
+        folder = load_settings().home / "tensorboard"
+        key = f"{branch}/reported.json"
+        found.append(Sink("tensorboard", partial(_tensorboard, str(folder / branch)), LocalObjectStore(folder), key))
     if config.tracking.wandb_project is not None:
-        _wandb(config, record)
+        found.append(Sink("wandb", partial(_wandb, config), store, layout.reported(branch, "wandb")))
     if config.tracking.mlflow_experiment is not None:
-        _mlflow(config, record)
+        found.append(Sink("mlflow", partial(_mlflow, config), store, layout.reported(branch, "mlflow")))
+    return found
 
 
-def _tensorboard(record: IterationRecord) -> None:
+def _tensorboard(folder: str, record: IterationRecord) -> None:
+    """A step that was written before, by this process or one that died, is hidden by the file that begins with it."""
     from tensorboardX import SummaryWriter
 
-    folder = load_settings().home / "tensorboard" / record.run
     # A file an iteration would be one too many for 10,000 iterations; one a process is what readers expect.
-    writer = _WRITERS.get(str(folder)) or _WRITERS.setdefault(str(folder), SummaryWriter(str(folder)))
+    writer, following = _WRITERS.pop(folder, (None, None))
+    if writer is not None and following != record.iteration:
+        writer.close()
+        writer = None
+    if writer is None:
+        writer = SummaryWriter(folder, purge_step=record.iteration)
+    finished = datetime.fromisoformat(record.finished).timestamp()
     for name, value in record.metrics.items():
-        writer.add_scalar(name, value, record.iteration)
+        writer.add_scalar(name, value, record.iteration, walltime=finished)
     writer.flush()
+    _WRITERS[folder] = (writer, record.iteration + 1)
 
 
 def _wandb(config: RunConfig, record: IterationRecord) -> None:
+    """A step that was logged before is left out by the service, which only takes growing steps."""
     import wandb
 
     run = wandb.run or wandb.init(
@@ -44,6 +81,7 @@ def _wandb(config: RunConfig, record: IterationRecord) -> None:
 
 
 def _mlflow(config: RunConfig, record: IterationRecord) -> None:
+    """A step that was logged before stands there twice with the same values: the curve is the same."""
     import mlflow
 
     if mlflow.active_run() is None:
@@ -53,5 +91,5 @@ def _mlflow(config: RunConfig, record: IterationRecord) -> None:
     mlflow.log_metrics(record.metrics, step=record.iteration)
 
 
-#: Open event files of this process, by folder.
-_WRITERS: dict[str, Any] = {}
+#: Open event files of this process, by folder, and the iteration that comes next in each.
+_WRITERS: dict[str, tuple[Any, int]] = {}

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rlhf_core.manifests import STAGES, RunSummary
-from rlhf_core.views import IterationView, RolloutSample, RunRow, RunView
+from rlhf_core.views import IterationView, RolloutSample, RunRow, RunView, reward_text
 
 if TYPE_CHECKING:
     from infra.doctor import Check
@@ -68,6 +68,7 @@ def run_header(view: RunView) -> Table:
         ("policy version", str(view.policy_version)),
         ("held-out reward", f"{_number(view.reward_before)} before, {_number(view.reward_after)} after"),
         ("tokens/s", _number(view.tokens_per_second)),
+        *((("learned from", view.learned),) if view.learned is not None else ()),
         ("exported to", view.export or "-"),
         *(("lineage" if n == 0 else "", line) for n, line in enumerate(view.lineage)),
         *(("not exact", line) for line in view.replayed),
@@ -82,7 +83,10 @@ def iterations_table(iterations: Sequence[IterationView], limit: int | None = IT
     stages = [*(name for name in STAGES if name in names), *(name for name in names if name not in STAGES)]
     present = {name for view in shown for name in view.metrics}
     columns = {key: title for key, title in METRIC_COLUMNS.items() if key in present}
+    notes = any(view.note for view in shown)
     table = _table("iteration", *stages, *columns.values(), left=0)
+    if notes:
+        table.add_column("note", overflow="fold")
     total = iterations[-1].iteration + 1 if iterations else 0
     if len(shown) < total:
         table.caption = f"the last {len(shown)} of {total} iterations; --all shows every one"
@@ -91,6 +95,7 @@ def iterations_table(iterations: Sequence[IterationView], limit: int | None = IT
             str(view.iteration),
             *(_stage(view, stage) for stage in stages),
             *(_number(view.metrics.get(key)) for key in columns),
+            *((Text(view.note or ""),) if notes else ()),
         )
     return table
 
@@ -99,7 +104,7 @@ def rollouts_text(samples: Iterable[RolloutSample]) -> Iterable[Text]:
     """Each rollout as a block: a line of figures, the prompt, the response."""
     for sample in samples:
         figures = [
-            f"reward {_number(sample.reward) if sample.reward is not None else 'failed'}",
+            f"reward {printable(reward_text(sample))}",
             *(f"{name} {_number(value)}" for name, value in sample.components.items()),
             f"advantage {_number(sample.advantage)}",
             f"{sample.tokens} tokens, {sample.finish_reason}",
@@ -108,7 +113,7 @@ def rollouts_text(samples: Iterable[RolloutSample]) -> Iterable[Text]:
         text.append(_indented("prompt  ", sample.prompt), style="dim")
         if sample.answer is not None:
             text.append(_indented("answer  ", sample.answer), style="dim")
-        text.append(_indented("response", sample.response))
+        text.append(_indented("response", sample.response or "(empty)"), style="" if sample.response else "italic")
         yield text
 
 
@@ -119,6 +124,7 @@ def summary_table(summary: RunSummary) -> Table:
         ("run", summary.run),
         ("iterations", str(summary.iterations)),
         ("policy version", str(summary.policy_version)),
+        *((("learned from", summary.learned),) if summary.learned is not None else ()),
         ("held-out reward", f"{_number(summary.reward_before)} before, {_number(summary.reward_after)} after"),
         ("sampled reward", _number(summary.sampled_reward_last)),
         ("tokens/s", _number(summary.tokens_per_second)),

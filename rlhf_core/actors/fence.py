@@ -7,7 +7,6 @@ so every call carries the epoch, and a call of an older one is refused before it
 from __future__ import annotations
 
 import os
-import resource
 from typing import Any
 
 from rlhf_core.errors import FencedOut
@@ -46,5 +45,4 @@ class Fenced:
             "name": self.name,
             "pid": os.getpid(),
             "epoch": self.epoch,
-            "peak_rss_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
         }

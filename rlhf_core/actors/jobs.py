@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from dataclasses import dataclass, field
 
 from rlhf_core.config.data import RewardConfig
@@ -72,9 +73,14 @@ class UpdateJob:
     skipped: bool = False
 
 
+def peak_gib() -> float:
+    """Peak resident memory of this process so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+
 @dataclass(frozen=True)
 class StageResult:
-    """What one actor contributes to a stage."""
+    """What one actor contributes to a stage. Made in the actor's process, whose memory it therefore knows."""
 
     shards: tuple[Shard, ...] = ()
     metrics: dict[str, Metric] = field(default_factory=dict)
@@ -84,3 +90,5 @@ class StageResult:
     """Digest of the weights that the update began with; None for those of the model folder."""
     environment: str = ""
     """Id of the environment that computed the update, see ``rlhf_core.bases``."""
+    peak_gib: float = field(default_factory=peak_gib)
+    """Peak resident memory of the actor when it had done its part."""

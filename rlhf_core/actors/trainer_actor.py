@@ -91,7 +91,9 @@ class TrainerActor(Fenced):
             metrics |= {
                 "advantages/equal_groups": Sum(float(relative.equal_groups)),
                 "advantages/degenerate_groups": Sum(float(relative.degenerate_groups)),
-                "advantages/learning_fraction": Mean(float((relative.advantages_N != 0).sum()), float(len(groups))),
+                "advantages/learning_fraction": Mean(
+                    float(((relative.advantages_N != 0) & (tokens.response_lengths > 0)).sum()), float(len(groups))
+                ),
             }
         if not len(rows):
             return StageResult((), metrics, time.monotonic() - started)

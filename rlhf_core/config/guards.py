@@ -28,7 +28,7 @@ class GuardsConfig(Section):
     max_kl: float | None = Field(default=None, gt=0)
     """Largest mean KL to the reference; needs `algorithm.kl_coef` above 0."""
     max_grad_norm: float | None = Field(default=None, gt=0)
-    """Largest gradient norm before clipping."""
+    """Largest gradient norm of an optimizer step before clipping."""
 
     @model_validator(mode="after")
     def _entropy_range(self) -> GuardsConfig:

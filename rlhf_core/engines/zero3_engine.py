@@ -29,7 +29,7 @@ from rlhf_core.engines.reshard import optimizer_files, reshard
 from rlhf_core.engines.rows import TokenRows, gather_rows, units_of
 from rlhf_core.engines.weights import BucketSpec, WeightsDigest, pack, plan_buckets
 from rlhf_core.errors import NumericsError
-from rlhf_core.metrics import Mean, Metric, Sum, merge_metrics
+from rlhf_core.metrics import Max, Mean, Metric, Sum, merge_metrics
 
 #: Elements of ZeRO's reduce bucket on a GPU and on a CPU. DeepSpeed's default of 5e8 would allocate 1 GB for a small model.
 _REDUCE_BUCKET, _REDUCE_BUCKET_CPU = 50_000_000, 8_000_000
@@ -268,8 +268,8 @@ class Zero3Engine:
         # DeepSpeed averages gradients over ranks; the loss is already a share of a global mean.
         self.engine.backward(loss * settings.world_size)
         self.engine.step()
-        metrics["policy/loss"] = Sum(value)
-        metrics["policy/entropy"] = Mean(float(entropy.detach().sum()), float(entropy.numel()))
+        metrics["policy/loss"] = Mean(value)  # parts of ranks and micro-batches add up; _apply counts the step
+        metrics["update/entropy"] = Mean(float(entropy.detach().sum()), float(entropy.numel()))
         return metrics
 
     def _apply(self) -> dict[str, Metric]:
@@ -283,7 +283,9 @@ class Zero3Engine:
         self.steps += 1
         mine = 1.0 if self.settings.rank == 0 else 0.0  # the norm is global: count it once
         return {
+            "policy/loss": Mean(0.0, mine),
             "update/grad_norm": Mean(norm * mine, mine),
+            "update/grad_norm_max": Max(norm),
             "update/learning_rate": Mean(self.learning_rate(self.steps) * mine, mine),
             "update/steps": Sum(mine),
         }

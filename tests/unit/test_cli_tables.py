@@ -102,8 +102,10 @@ def test_rollouts_cannot_control_the_terminal():
         sample_id="p1/0",
         prompt="What is 1 + 1?\nAnswer:",
         response="\x1b[2J[red]2[/red]\r\nBye\t.",
+        status="invalid_data",
+        error="no \x1b[31manswer",
         reward=None,
-        components={"last_number": 1.0},
+        components={"other": None, "last_number": 1.0},
         answer="2",
         finish_reason="stop",
         tokens=3,
@@ -112,7 +114,7 @@ def test_rollouts_cannot_control_the_terminal():
     shown = text_of(next(iter(tables.rollouts_text([sample]))))
     assert "\x1b[2J" not in shown
     assert "\\x1b[2J[red]2[/red]\\r" in shown
-    assert "reward failed" in shown
+    assert "reward none (invalid_data: no \\x1b[31manswer) | other - | last_number 1" in shown
     assert "last_number 1" in shown
     assert "advantage -0.5" in shown
 

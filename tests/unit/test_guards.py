@@ -27,7 +27,7 @@ BOUNDS = [
     ("max_entropy", "policy/entropy", 1, BATCH),
     ("max_engine_gap", "mismatch/log_ratio_abs", 1, BATCH),
     ("max_kl", "policy/reference_kl", 1, UPDATE),
-    ("max_grad_norm", "update/grad_norm", 1, UPDATE),
+    ("max_grad_norm", "update/grad_norm_max", 1, UPDATE),
 ]
 
 
@@ -136,13 +136,14 @@ def test_a_batch_that_is_out_of_bounds_stops_the_run_before_anything_is_committe
 def test_a_batch_with_metrics_that_are_not_finite_is_committed_and_trips_the_guard(store, stage):
     prepare(store)
     store.delete([layout.stage_commit("r", 3, name) for name in ("score", "advantages")])
-    numbers = {"policy/entropy": math.nan, "policy/entropy_max": math.inf, "rows/count": 4.0}
+    first = {"score": "reward/mean", "advantages": "policy/entropy"}[stage]
+    numbers = {first: math.nan, f"{first}_max": math.inf, "rows/count": 4.0}
     for name in ("score", "advantages"):
         metrics = numbers if name == stage else {}
         made = manifest_of(context(store, 3), name, metrics=metrics, policy_version=3)
         assert made.metrics == ({"rows/count": 4.0} if name == stage else {})
         commit_stage(store, made)
-    with pytest.raises(NumericsError, match=f"iteration 3: {stage}: policy/entropy is not a finite number; {stage}: "):
+    with pytest.raises(NumericsError, match=f"iteration 3: {stage}: {first} is not a finite number; {stage}: "):
         work(context(store, 3))
 
 
