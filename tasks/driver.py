@@ -164,6 +164,8 @@ class Driver:
     def finish(self) -> RunSummary:
         """Summary of the run; its actors end."""
         stop_actors(self.config)
+        with only_warns("what killed drivers left may show as running"):
+            end_zombies(self.config.run_id)  # what a killed process sent last may have arrived after the first look
         summary = summarize(self.config, time.monotonic() - self.started)
         with only_warns("no summary in Prefect"):
             report_summary(summary)

@@ -8,6 +8,7 @@ from rlhf_core.metrics import merge_metrics, united, values
 from tasks.context import StageContext, split
 from tasks.rewards import reward_for_workers
 from tasks.stage import manifest_of, stage_task
+from tasks.unlearned import require_scores
 
 
 @stage_task("score", retryable=True)
@@ -28,7 +29,7 @@ def score(context: StageContext) -> StageManifest:
         for rows in split(rollouts.rows, len(context.cluster.rewards))
     ]
     results: list[StageResult] = context.rewards.call_each("score", [(job,) for job in jobs], seconds=context.deadline)
-    return manifest_of(
+    manifest = manifest_of(
         context,
         "score",
         policy_version=rollouts.policy_version,
@@ -40,3 +41,5 @@ def score(context: StageContext) -> StageManifest:
             {"memory/reward_peak_gib": max(r.peak_gib for r in results)},
         ),
     )
+    require_scores(context, manifest)
+    return manifest

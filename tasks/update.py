@@ -12,6 +12,7 @@ from rlhf_core.records import commit_record, find_record
 from tasks.apply_update import apply_update
 from tasks.context import StageContext
 from tasks.stage import stage_task
+from tasks.unlearned import require_gradient
 
 
 @stage_task("update", retryable=False)
@@ -29,6 +30,7 @@ def update(context: StageContext) -> StageManifest:
         _require_skip(context, reason)
         get_run_logger().warning("iteration %d is left out: %s", iteration, reason)
         return apply_update(context, skipped=reason)
+    require_gradient(context)
     try:
         manifest = apply_update(context)
         reason = "; ".join(not_finite(manifest) + violations(guards, manifest.metrics, UPDATE))

@@ -17,6 +17,11 @@ class GuardsConfig(Section):
     batch."""
     skips_in_a_row: int = Field(default=3, ge=0)
     """After so many skipped batches in a row the run stops all the same."""
+    unscored_in_a_row: int = Field(default=3, ge=0)
+    """So many batches in a row of which the reward could score no response stop the run; 0 never."""
+    unlearned_in_a_row: int = Field(default=50, ge=0)
+    """So many batches in a row in which no row has a gradient stop the run; 0 never. Each is a warning in the log and a note in
+    `rlhf show`: a task that is solved looks like that too, as all rewards are equal."""
     min_reward: float | None = None
     """Smallest mean reward of a batch."""
     min_entropy: float | None = Field(default=None, ge=0)

@@ -155,6 +155,9 @@ def test_finished_iterations_create_no_runs(world, chain):
     assert counts == [2] * 7, "each iteration was cut off once and finished once"
 
 
-def test_killed_drivers_do_not_stay_running_in_prefect(world, chain):
+def test_killed_drivers_do_not_stay_running_in_prefect(world, chain, until):
     states = [run["state_type"] for run in world.flow_runs("k")]
     assert sorted(states) == ["COMPLETED", *["CRASHED"] * LAST]
+    alive = {"state": {"type": {"any_": ["RUNNING", "PENDING"]}}}
+    body = {"flow_runs": {"name": {"any_": ["k", *(f"k-it{n:06d}" for n in range(7))]}}, "task_runs": alive}
+    until(lambda: not world.prefect("task_runs/filter", body))

@@ -21,6 +21,7 @@ from tasks.stage import manifest_of
 from tasks.update import update
 from tests.fixtures.whole_run import CONFIG, Run
 
+IN_A_ROW = ("skips_in_a_row", "unscored_in_a_row", "unlearned_in_a_row")
 BOUNDS = [
     ("min_reward", "reward/mean", -1, BATCH),
     ("min_entropy", "policy/entropy", -1, BATCH),
@@ -44,7 +45,7 @@ def test_each_bound(key, metric, side, bounds):
 
 def test_every_bound_of_the_configuration_is_looked_at():
     checked = {key for bounds in (BATCH, UPDATE) for keys in bounds.values() for key, _ in keys}
-    assert checked == set(GuardsConfig.model_fields) - {"action", "skips_in_a_row"}
+    assert checked == set(GuardsConfig.model_fields) - {"action", *IN_A_ROW}
     assert checked == {key for key, *_ in BOUNDS}
 
 
@@ -76,7 +77,7 @@ def test_all_violations_are_named():
         {"max_kl": 0.0},
         {"max_grad_norm": -1.0},
         {"action": "ignore"},
-        {"skips_in_a_row": -1},
+        *({key: -1} for key in IN_A_ROW),
     ],
 )
 def test_bounds_that_make_no_sense(wrong):
