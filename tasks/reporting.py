@@ -80,6 +80,15 @@ def rollouts_markdown(store: ObjectStore, lineage: Lineage, iteration: int) -> t
 
 def report_summary(summary: RunSummary) -> None:
     """The result of the run."""
+    create_markdown_artifact(
+        key=artifact_key(summary.run, "summary"),
+        markdown=summary_markdown(summary),
+        description=f"result of {summary.run}",
+    )
+
+
+def summary_markdown(summary: RunSummary) -> str:
+    """The summary as a page with a table."""
     rows = [
         ("iterations", f"{summary.iterations}"),
         ("learned from", summary.learned or "each of them"),
@@ -92,9 +101,7 @@ def report_summary(summary: RunSummary) -> None:
         *((f"seconds of {stage}, mean", f"{seconds:.2f}") for stage, seconds in summary.stage_seconds.items()),
     ]
     lines = [f"# Run {summary.run}", "", "| | |", "| --- | --- |", *(f"| {name} | {value} |" for name, value in rows)]
-    create_markdown_artifact(
-        key=artifact_key(summary.run, "summary"), markdown="\n".join(lines), description=f"result of {summary.run}"
-    )
+    return "\n".join(lines)
 
 
 def _number(value: float | None) -> str:

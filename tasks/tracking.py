@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from infra.object_store import LocalObjectStore
@@ -49,8 +51,13 @@ def trackers(config: RunConfig, store: ObjectStore, branch: str) -> list[Sink]:
 
 
 def _tensorboard(folder: str, record: IterationRecord) -> None:
-    """A step that was written before, by this process or one that died, is hidden by the file that begins with it."""
-    from tensorboardX import SummaryWriter
+    """A step that was written before, by this process or one that died, is hidden by the file that begins with it.
+
+    Written by hand and not by a SummaryWriter, whose ``flush`` leaves events in a queue that a killed process loses.
+    """
+    from tensorboardX.event_file_writer import EventsWriter
+    from tensorboardX.proto.event_pb2 import Event, SessionLog
+    from tensorboardX.proto.summary_pb2 import Summary
 
     # A file an iteration would be one too many for 10,000 iterations; one a process is what readers expect.
     writer, following = _WRITERS.pop(folder, (None, None))
@@ -58,10 +65,12 @@ def _tensorboard(folder: str, record: IterationRecord) -> None:
         writer.close()
         writer = None
     if writer is None:
-        writer = SummaryWriter(folder, purge_step=record.iteration)
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        writer = EventsWriter(f"{folder}/events", f".{uuid.uuid4().hex[:8]}")
+        writer.write_event(Event(step=record.iteration, session_log=SessionLog(status=SessionLog.START)))
     finished = datetime.fromisoformat(record.finished).timestamp()
-    for name, value in record.metrics.items():
-        writer.add_scalar(name, value, record.iteration, walltime=finished)
+    scalars = [Summary.Value(tag=name, simple_value=value) for name, value in record.metrics.items()]
+    writer.write_event(Event(step=record.iteration, wall_time=finished, summary=Summary(value=scalars)))
     writer.flush()
     _WRITERS[folder] = (writer, record.iteration + 1)
 
