@@ -11,7 +11,6 @@ from rlhf_core.algorithms.batching import minibatches
 from rlhf_core.engines.rows import TokenRows, gather_rows
 from rlhf_core.engines.weights import WeightsDigest, unpack
 from rlhf_core.errors import NumericsError
-from rlhf_core.metric_names import meaning_of
 from rlhf_core.testing.tiny_model import make_tiny_model
 
 #: AdamW with an epsilon far above the gradients: the step is proportional to the gradient, as with SGD. With the usual one
@@ -201,29 +200,6 @@ def test_every_group_is_used_once_in_two_steps(one_rank, tiny_model, make_experi
         for groups in order:
             engine.update(pick(experience, torch.isin(experience.groups, torch.tensor(groups)).nonzero().squeeze(1)))
         assert engine.digest() == digest
-
-
-def test_metrics_of_several_steps_are_those_of_the_steps(one_rank, two_ranks, tiny_model, make_experience):
-    experience = make_experience(groups=4)
-    # One step is far steeper than the other, and neither moves the weights.
-    experience = change_advantages(
-        experience, lambda row, advantages: torch.where(experience.groups[row] == 0, 50 * advantages, advantages)
-    )
-    order = minibatches(4, 2, (0, 0, 0))
-    parts = [pick(experience, torch.isin(experience.groups, torch.tensor(g)).nonzero().squeeze(1)) for g in order]
-    still = {"learning_rate": 1e-12}
-    steps = [trained(one_rank, tiny_model, part, **still)[1] for part in parts]
-    norms, losses = ([step[name] for step in steps] for name in ("update/grad_norm", "policy/loss"))
-    assert max(norms) > 5 * min(norms)
-    for ranks in (one_rank, two_ranks):
-        _, metrics = trained(ranks, tiny_model, experience, **still, updates_per_iteration=2)
-        assert metrics["update/steps"] == 2
-        assert metrics["update/grad_norm"] == pytest.approx(sum(norms) / 2, rel=1e-4)
-        assert metrics["update/grad_norm_max"] == pytest.approx(max(norms), rel=1e-4)
-        assert metrics["policy/loss"] == pytest.approx(sum(losses) / 2, rel=1e-3)
-        assert metrics["update/entropy"] > 0
-        for name in metrics:
-            assert meaning_of(name).stage == "update", name
 
 
 def test_epochs_pass_over_the_experience_again(one_rank, tiny_model, make_experience):
