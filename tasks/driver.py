@@ -179,7 +179,8 @@ def drive(config: RunConfig) -> Iterator[Driver]:
     preflight(config)
     store = open_run_store(config)
     with Lease.acquire(store, config.run_id, Holder.current(), beats=bare_store(store)) as lease:
-        end_zombies(config.run_id)
+        with only_warns("what killed drivers left may show as running"):
+            end_zombies(config.run_id)
         lineage = load_lineage(store, config.run_id)
         report(config, store, lineage, load_progress(store, lineage).next_iteration)
         yield Driver(config, lease, lineage)
