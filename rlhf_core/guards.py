@@ -19,7 +19,7 @@ UNSCORED = ("failed_infra", "invalid_data")
 
 #: Why nothing was learned from a batch.
 NOTHING_SCORED = "nothing was scored"
-NO_GRADIENT = "no row had a gradient, as the rewards of each group are equal"
+NO_GRADIENT = "no row had a gradient, as no group has two different rewards"
 
 #: Metric -> (key of the bound, +1 for an upper and -1 for a lower one). Those of the first are known before the update.
 BATCH = {

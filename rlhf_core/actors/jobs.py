@@ -73,7 +73,7 @@ class UpdateJob:
     skipped: bool = False
 
 
-def peak_gib() -> float:
+def peak_memory_gib() -> float:
     """Peak resident memory of this process so far."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
@@ -90,5 +90,5 @@ class StageResult:
     """Digest of the weights that the update began with; None for those of the model folder."""
     environment: str = ""
     """Id of the environment that computed the update, see ``rlhf_core.bases``."""
-    peak_gib: float = field(default_factory=peak_gib)
+    peak_gib: float = field(default_factory=peak_memory_gib)
     """Peak resident memory of the actor when it had done its part."""

@@ -51,5 +51,5 @@ def test_rewards_that_are_all_equal_stop_the_run_which_can_be_finished_where_it_
     assert done.returncode == 0, done.stdout + done.stderr
     assert "0 of 1 iterations (1: no row had a gradient" in done.stdout
     table = world.rlhf("show", "e").stdout
-    assert "no row had a gradient, as the rewards of each group are equal" in table
+    assert "no row had a gradient, as no group has two different rewards" in table
     assert world.json("show", "e")["state"] == "complete"
