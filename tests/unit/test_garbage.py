@@ -74,7 +74,13 @@ def test_a_whole_run_has_no_garbage(store, run):
         run.finish(k)
     run.checkpoint(1)
     run.checkpoint(3)
-    for key in ("summary.json", "export/v0000000003/config.json", "prompts/train.arrow", "iterations/000001/other.bin"):
+    for key in (
+        "summary.json",
+        "export/v0000000003/config.json",
+        "prompts/train.arrow",
+        "reported/prefect.json",
+        "iterations/000001/other.bin",
+    ):
         store.put(f"runs/r/{key}", b"x")
     garbage = find(store)
     assert (garbage.items, garbage.spared, garbage.driver) == ((), {}, None)
