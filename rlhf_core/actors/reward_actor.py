@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -16,6 +15,7 @@ from rlhf_core.config.data import RewardConfig
 from rlhf_core.errors import RewardError
 from rlhf_core.manifests import Shard
 from rlhf_core.metrics import Mean, Metric, Std, Sum
+from rlhf_core.models.tokenizer import text_tokenizer
 from rlhf_core.ports import ObjectStore
 from rlhf_core.prompts.table import PromptTable
 from rlhf_core.rewards.loading import load_rewards
@@ -28,10 +28,8 @@ class RewardActor(Fenced):
 
     def __init__(self, name: str, model: str, store: ObjectStore) -> None:
         super().__init__(name)
-        from tokenizers import Tokenizer
-
         self.store = store
-        self.tokenizer = Tokenizer.from_file(str(Path(model) / "tokenizer.json"))
+        self.tokenizer = text_tokenizer(model)
         self._prompts: dict[str, PromptTable] = {}
         self._rewards: dict[str, list[LoadedReward]] = {}
 

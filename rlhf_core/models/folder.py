@@ -11,6 +11,22 @@ from typing import Any
 
 from rlhf_core.errors import ModelError
 
+#: How the input embedding of a language model is called at the end of its name, and what else may have one.
+_EMBEDDINGS = (
+    "embed_tokens.weight",
+    "wte.weight",
+    "embed_in.weight",
+    "word_embeddings.weight",
+    "tok_embeddings.weight",
+)
+_OTHER_TOWERS = ("vision", "visual", "audio", "encoder")
+
+#: Model types whose every layer keeps the keys and values of every token, unless they use a window.
+_PLAIN_CACHE = (
+    *("cohere", "gemma", "gpt_neox", "granite", "llama", "mistral", "mixtral", "olmo", "olmo2", "olmoe", "phi", "phi3"),
+    *("qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "smollm3", "stablelm", "starcoder2"),
+)
+
 
 @dataclass(frozen=True)
 class ModelFacts:
@@ -20,6 +36,7 @@ class ModelFacts:
     context_length: int
     """Tokens of prompt and response together."""
     vocab_size: int
+    """Token ids that the model knows: 0 to vocab_size - 1."""
     eos_ids: tuple[int, ...]
     """Tokens that end a response."""
     pad_id: int | None
@@ -29,6 +46,9 @@ class ModelFacts:
     """Elements of all stored tensors; estimated from the file size for `.bin` weights."""
     dtype: str | None
     """Type named in config.json."""
+    cached_per_token: int | None = None
+    """Elements of keys and values that an engine keeps for a token of the context; None where the family is not known to keep
+    all of them in every layer."""
 
 
 def check_model_folder(path: str | Path) -> ModelFacts:
@@ -43,24 +63,72 @@ def check_model_folder(path: str | Path) -> ModelFacts:
     _check_tokenizer(folder)
     architecture = _architecture(folder, config)
     generation = _json(folder, "generation_config.json") if (folder / "generation_config.json").is_file() else {}
-    eos = generation.get("eos_token_id", config.get("eos_token_id"))
-    eos_ids = tuple(e for e in (eos if isinstance(eos, list) else [eos]) if isinstance(e, int))
-    if not eos_ids:
+    dtype = config.get("dtype") or config.get("torch_dtype")
+    tensors = _tensors(folder)
+    vocab_size = _vocab_size(folder, config, tensors)
+    pad = config.get("pad_token_id")
+    if isinstance(pad, int) and pad >= vocab_size:
+        raise ModelError(
+            f"model folder {str(folder)!r}: config.json has pad_token_id = {pad}, but the model knows the token ids 0 to "
+            f"{vocab_size - 1}: set it to one of them"
+        )
+    return ModelFacts(
+        architecture=architecture,
+        context_length=_number(folder, config, "max_position_embeddings", "n_positions", "max_sequence_length"),
+        vocab_size=vocab_size,
+        eos_ids=_eos_ids(folder, config, generation, vocab_size),
+        pad_id=_first(generation.get("pad_token_id"), pad),
+        tied_embeddings=bool(config.get("tie_word_embeddings", False)),
+        parameters=sum(map(math.prod, tensors.values())) if tensors else _elements_of_bin(folder, dtype),
+        dtype=dtype,
+        cached_per_token=_cached_per_token(config),
+    )
+
+
+def _first(*values: Any) -> Any:
+    """The first value that is not null: a file may name a key and leave it empty."""
+    return next((value for value in values if value is not None), None)
+
+
+def _eos_ids(folder: Path, config: dict[str, Any], generation: dict[str, Any], vocab_size: int) -> tuple[int, ...]:
+    eos = _first(generation.get("eos_token_id"), config.get("eos_token_id"))
+    ids = tuple(e for e in (eos if isinstance(eos, list) else [eos]) if isinstance(e, int))
+    if not ids:
         raise ModelError(
             f"model folder {str(folder)!r}: neither generation_config.json nor config.json has an eos_token_id, so a "
             "response would never end: add it"
         )
-    dtype = config.get("dtype") or config.get("torch_dtype")
-    return ModelFacts(
-        architecture=architecture,
-        context_length=_number(folder, config, "max_position_embeddings", "n_positions", "max_sequence_length"),
-        vocab_size=_number(folder, config, "vocab_size"),
-        eos_ids=eos_ids,
-        pad_id=generation.get("pad_token_id", config.get("pad_token_id")),
-        tied_embeddings=bool(config.get("tie_word_embeddings", False)),
-        parameters=_parameters(folder, dtype),
-        dtype=dtype,
-    )
+    if min(ids) >= vocab_size:
+        raise ModelError(
+            f"model folder {str(folder)!r}: eos_token_id = {eos}, but the model knows the token ids 0 to {vocab_size - 1}, "
+            "so a response would never end: name one that it knows"
+        )
+    return ids
+
+
+def _vocab_size(folder: Path, config: dict[str, Any], tensors: dict[str, tuple[int, ...]]) -> int:
+    said = _number(folder, config, "vocab_size")
+    for name, shape in tensors.items():
+        if name.endswith(_EMBEDDINGS) and not any(part in name for part in _OTHER_TOWERS) and shape[:1] != (said,):
+            raise ModelError(
+                f"model folder {str(folder)!r}: config.json has vocab_size = {said}, but {name} has shape {list(shape)}: "
+                "save config and weights from one model"
+            )
+    return said
+
+
+def _cached_per_token(config: dict[str, Any]) -> int | None:
+    windows = config.get("sliding_window") is not None and config.get("use_sliding_window", True)
+    if config.get("model_type") not in _PLAIN_CACHE or windows:
+        return None
+    if set(config.get("layer_types") or ()) - {"full_attention"}:
+        return None
+    heads, layers = config.get("num_attention_heads"), config.get("num_hidden_layers")
+    hidden = config.get("hidden_size")
+    if not (isinstance(heads, int) and isinstance(layers, int) and isinstance(hidden, int) and heads > 0):
+        return None
+    width = _first(config.get("head_dim"), hidden // heads)
+    return int(2 * layers * _first(config.get("num_key_value_heads"), heads) * width)
 
 
 def _json(folder: Path, name: str) -> dict[str, Any]:
@@ -133,18 +201,22 @@ def _check_tokenizer(folder: Path) -> None:
             )
 
 
-def _parameters(folder: Path, dtype: str | None) -> int:
-    shards = _shards(folder, "*.safetensors", "model.safetensors")
-    if shards:
-        return sum(_safetensors_elements(shard) for shard in shards)
+def _tensors(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Shapes of the stored tensors by name; empty for `.bin` weights, which have to be loaded to be known."""
+    found: dict[str, tuple[int, ...]] = {}
+    for shard in _shards(folder, "*.safetensors", "model.safetensors"):
+        found |= _safetensors_shapes(shard)
+    return found
+
+
+def _elements_of_bin(folder: Path, dtype: str | None) -> int:
     shards = _shards(folder, "pytorch_model*.bin", "pytorch_model.bin")
-    if shards:
-        width = 4 if dtype in ("float32", None) else 2
-        return sum(shard.stat().st_size for shard in shards) // width
-    raise ModelError(
-        f"model folder {str(folder)!r} has no weights (*.safetensors or pytorch_model*.bin): "
-        "download or save them into it"
-    )
+    if not shards:
+        raise ModelError(
+            f"model folder {str(folder)!r} has no weights (*.safetensors or pytorch_model*.bin): "
+            "download or save them into it"
+        )
+    return sum(shard.stat().st_size for shard in shards) // (4 if dtype in ("float32", None) else 2)
 
 
 def _shards(folder: Path, pattern: str, whole: str) -> list[Path]:
@@ -163,8 +235,8 @@ def _shards(folder: Path, pattern: str, whole: str) -> list[Path]:
     return [folder / name for name in names]
 
 
-def _safetensors_elements(path: Path) -> int:
-    """Elements of all tensors by the header: 8 bytes little-endian length, then JSON (safetensors format)."""
+def _safetensors_shapes(path: Path) -> dict[str, tuple[int, ...]]:
+    """Shapes of all tensors by the header: 8 bytes little-endian length, then JSON (safetensors format)."""
     size = path.stat().st_size
     try:
         with path.open("rb") as file:
@@ -172,11 +244,11 @@ def _safetensors_elements(path: Path) -> int:
             if length > size:
                 raise ValueError("the header is longer than the file")
             header = json.loads(file.read(length))
-        tensors = [v for k, v in header.items() if k != "__metadata__"]
-        end = 8 + length + max((t["data_offsets"][1] for t in tensors), default=0)
-        elements = sum(math.prod(t["shape"]) for t in tensors)
+        tensors = {name: entry for name, entry in header.items() if name != "__metadata__"}
+        end = 8 + length + max((entry["data_offsets"][1] for entry in tensors.values()), default=0)
+        shapes = {name: tuple(entry["shape"]) for name, entry in tensors.items()}
     except (struct.error, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ModelError(f"weights {str(path)!r} are not a safetensors file: {error}; copy the file again") from None
     if end != size:
         raise ModelError(f"weights {str(path)!r} have {size} bytes, but the header says {end}: copy the file again")
-    return elements
+    return shapes

@@ -7,7 +7,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlhf_core.errors import ModelError, PromptError
+from rlhf_core.errors import PromptError
+from rlhf_core.models.tokenizer import chat_tokenizer
 from rlhf_core.prompts.prompt import Prompt
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ def tokenize_prompts(
     import pyarrow as pa
 
     limit, reason = _limit(max_prompt_tokens, context, max_new_tokens)
-    tokenizer = _load_tokenizer(model_folder)
+    tokenizer = chat_tokenizer(model_folder)
     ids: list[Any] = []
     lengths: list[int] = []
     for texts in _rendered(tokenizer, [_messages(p, system) for p in prompts], prompts):
@@ -70,24 +71,6 @@ def _limit(max_prompt_tokens: int | None, context: int, max_new_tokens: int) -> 
     if max_prompt_tokens is not None and max_prompt_tokens <= room:
         return max_prompt_tokens, f"prompts.max_prompt_tokens = {max_prompt_tokens}"
     return room, f"the model's context {context} - generate.max_new_tokens {max_new_tokens}"
-
-
-def _load_tokenizer(model_folder: str | Path) -> Any:
-    import transformers
-
-    try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(str(model_folder), local_files_only=True)
-    except Exception as error:  # boundary: tokenizer files fail in as many ways as there are formats
-        raise ModelError(
-            f"model.source: the tokenizer in {str(model_folder)!r} cannot be loaded: {type(error).__name__}: {error}"
-        ) from error
-    if not tokenizer.chat_template:
-        raise ModelError(
-            f"model.source: the tokenizer in {str(model_folder)!r} has no chat template, so prompts cannot be put into "
-            "the form that the model was trained on: use an instruction-tuned model, or add chat_template.jinja to the "
-            "folder"
-        )
-    return tokenizer
 
 
 def _messages(prompt: Prompt, system: str | None) -> list[dict[str, str]]:
