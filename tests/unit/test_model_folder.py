@@ -34,6 +34,11 @@ def edit(folder, name, **changes):
     (folder / name).write_text(json.dumps({k: v for k, v in value.items() if v is not None}))
 
 
+def write_null(folder, name, *keys):
+    value = json.loads((folder / name).read_text())
+    (folder / name).write_text(json.dumps(value | dict.fromkeys(keys)))
+
+
 def refused(folder, *parts):
     with pytest.raises(ModelError) as caught:
         check_model_folder(folder)
@@ -53,6 +58,7 @@ def test_facts(folder):
         tied_embeddings=True,
         parameters=model.num_parameters(),
         dtype="float32",
+        cached_per_token=2 * 1 * 1 * 64,
     )
     assert prepare_model(str(folder), None, "float32", "unused") == folder
 
@@ -62,9 +68,9 @@ def test_facts_from_other_places(folder):
     assert check_model_folder(folder).eos_ids == (2, 0)
     (folder / "generation_config.json").unlink()
     assert check_model_folder(folder).eos_ids == (2,)
-    edit(folder, "config.json", vocab_size=None, text_config={"vocab_size": 7, "max_position_embeddings": 9})
+    edit(folder, "config.json", vocab_size=None, text_config={"vocab_size": 49152, "max_position_embeddings": 9})
     facts = check_model_folder(folder)
-    assert (facts.vocab_size, facts.context_length, facts.architecture) == (7, 9, "LlamaForCausalLM")
+    assert (facts.vocab_size, facts.context_length, facts.architecture) == (49152, 9, "LlamaForCausalLM")
     template = (folder / "chat_template.jinja").read_text()
     (folder / "chat_template.jinja").unlink()
     edit(folder, "tokenizer_config.json", chat_template=template)
@@ -133,6 +139,49 @@ def test_no_end_of_sequence(folder):
     edit(folder, "config.json", eos_token_id=None)
     edit(folder, "generation_config.json", eos_token_id=None)
     refused(folder, "eos_token_id")
+
+
+def test_a_null_leaves_the_other_file_s_value(folder):
+    write_null(folder, "generation_config.json", "eos_token_id", "pad_token_id")
+    facts = check_model_folder(folder)
+    assert (facts.eos_ids, facts.pad_id) == ((2,), 2)
+
+
+def test_end_tokens_that_the_model_does_not_know(folder):
+    edit(folder, "generation_config.json", eos_token_id=[49152, 2])
+    assert check_model_folder(folder).eos_ids == (49152, 2), "one that it knows is enough"
+    edit(folder, "generation_config.json", eos_token_id=[49152, 50000])
+    refused(folder, "eos_token_id = [49152, 50000]", "0 to 49151")
+
+
+def test_a_padding_token_that_the_model_does_not_know(folder):
+    edit(folder, "config.json", pad_token_id=49152)
+    refused(folder, "pad_token_id = 49152", "0 to 49151")
+    edit(folder, "config.json", pad_token_id=-1)
+    check_model_folder(folder)
+
+
+def test_weights_of_another_vocabulary(folder):
+    edit(folder, "config.json", vocab_size=49153)
+    refused(folder, "vocab_size = 49153", "model.embed_tokens.weight has shape [49152, 64]")
+
+
+@pytest.mark.parametrize(
+    ("changes", "elements"),
+    [
+        ({}, 2 * 64),
+        ({"num_hidden_layers": 3, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 16}, 2 * 3 * 2 * 16),
+        ({"num_attention_heads": 4, "num_key_value_heads": None, "head_dim": None}, 2 * 4 * 16),
+        ({"sliding_window": 4096}, None),
+        ({"sliding_window": 4096, "use_sliding_window": False}, 2 * 64),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, None),
+        ({"model_type": "deepseek_v3"}, None),
+        ({"hidden_size": None}, None),
+    ],
+)
+def test_what_an_engine_keeps_for_a_token(folder, changes, elements):
+    edit(folder, "config.json", **changes)
+    assert check_model_folder(folder).cached_per_token == elements
 
 
 @pytest.mark.parametrize("content", [b"", b"\x00", b"{}", b"\xff" * 64, b"\x02" + b"\x00" * 7 + b"[]"])
