@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,9 +62,10 @@ def plan_bundles(*, trainers: int, engines: int, tensor_parallel: int, gpu: bool
     )
 
 
-def reserve(plan: Plan, name: str, seconds: float) -> Any:
+def reserve(plan: Plan, name: str, seconds: float, make_room: Callable[[], None] = lambda: None) -> Any:
     """Create the detached placement group of this name, or find it; wait until it is placed.
 
+    ``make_room`` is called now and then while it waits, to free devices that others hold.
     Raises ValueError naming what is asked for and what is there when the cluster can never hold it, TimeoutError when it
     stays occupied for ``seconds``.
     """
@@ -89,6 +91,7 @@ def reserve(plan: Plan, name: str, seconds: float) -> Any:
             )
         free = _readable(ray.available_resources())
         logger.warning("waiting for %s; free now: %s. %s", _readable(plan.total), free, _holders(name))
+        make_room()
     return group
 
 
@@ -153,15 +156,17 @@ def _require_fit(plan: Plan, nodes: list[dict[str, Any]]) -> None:
         )
 
 
-def _holders(name: str) -> str:
-    """Which other runs hold devices, and what ends them; empty if none does."""
+def holders() -> list[str]:
+    """Names of the placement groups with which runs hold devices, sorted."""
     import ray
 
     groups = ray.util.placement_group_table().values()
-    others = sorted(
-        g["name"] for g in groups if g["state"] == "CREATED" and g["name"].startswith(PREFIX) and g["name"] != name
-    )
-    runs = [other.partition("/")[2] for other in others]
+    return sorted(g["name"] for g in groups if g["state"] == "CREATED" and g["name"].startswith(PREFIX))
+
+
+def _holders(name: str) -> str:
+    """Which other runs hold devices, and what ends them; empty if none does."""
+    runs = [other.partition("/")[2] for other in holders() if other != name]
     if not runs:
         return ""
     return f"Devices are held by {', '.join(runs)}; `rlhf gc {runs[0]}` ends the actors of a run that nobody drives. "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,7 @@ from tasks.names import namespace_of
 from tasks.preflight import check_cache, context_length, model_folder
 from tasks.reattach import Kept, bring_engines, claim_intact, find_position
 from tasks.restore import restore_trainers
+from tasks.room import make_room
 
 if TYPE_CHECKING:
     from rlhf_core.engines.zero3_engine import TrainerSettings
@@ -127,7 +129,8 @@ def _create(config: RunConfig, cluster: ClusterRef, gpu: bool, wanted: frozenset
     """Create the actors ``wanted`` at their places; wait until they have loaded their models."""
     plan = _plan(config, gpu)
     try:
-        group = reserve(plan, reservation_name(config), config.limits.startup_seconds)
+        room = partial(make_room, config)
+        group = reserve(plan, reservation_name(config), config.limits.startup_seconds, room)
     except (ValueError, TimeoutError) as error:
         raise CapacityError(str(error)) from None
     folder, store = model_folder(config), open_run_store(config)

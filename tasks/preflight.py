@@ -15,7 +15,7 @@ from rlhf_core.errors import ConfigError, ModelError, StoreError
 from rlhf_core.lease import Holder, require_free
 from rlhf_core.lineage import head_of, load_lineage
 from rlhf_core.manifests import PromptsManifest, RunRecord, TargetRecord
-from rlhf_core.models import ModelFacts, check_model_folder, prepare_model
+from rlhf_core.models import ModelFacts, check_architecture, check_model_folder, prepare_model
 from rlhf_core.ports import ObjectStore
 from rlhf_core.prompts.source import Prompt, load_prompts, split_heldout
 from rlhf_core.prompts.table import write_prompts
@@ -52,11 +52,13 @@ def check_before_start(config: RunConfig) -> list[str]:
     if config.resources.device == "cpu" or "vllm" not in _versions():
         check_cache(config, facts)
     if existing is None:
+        check_architecture(folder)
         write_run_record(store, config, folder, facts, train, heldout)
-    elif config.iterations != planned_iterations(store, lineage := load_lineage(store, config.run_id)):
+        return _warnings(config, folder, facts)
+    if config.iterations != planned_iterations(store, lineage := load_lineage(store, config.run_id)):
         target = seal(TargetRecord(iterations=config.iterations))
         store.put(layout.run_target(lineage.head), canonical(target.model_dump(mode="json")))
-    return _warnings(config, folder, facts)
+    return []
 
 
 def _warnings(config: RunConfig, folder: Path, facts: ModelFacts) -> list[str]:

@@ -156,6 +156,29 @@ def test_responses_longer_than_the_context(refused):
     has(refused("generate.max_new_tokens=1024"), "generate.max_new_tokens = 1024", "1024 tokens")
 
 
+def test_prompt_with_a_token_that_the_model_does_not_know(refused, prompts, model):
+    file = model / "tokenizer.json"
+    tokenizer = json.loads(file.read_text())
+    plan = {"id": 49152, "content": "<plan>", "special": True}
+    plan |= dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    tokenizer["added_tokens"].append(plan)
+    file.write_text(json.dumps(tokenizer))
+    source = prompts({"prompt": "Add 1.", "answer": "2"}, {"prompt": "<plan> Add 2.", "answer": "2"})
+    message = refused(source, f"model.source={model}", "prompts.heldout=0")
+    has(message, "(number 2)", "token 49152 ('<plan>')", "knows the token ids 0 to 49151", "resize_token_embeddings")
+
+
+def test_context_that_does_not_fit_into_the_cache(refused):
+    message = refused("resources.device=cpu", "resources.kv_cache_gib=1e-4", "prompts.max_prompt_tokens=1000")
+    has(message, "resources.kv_cache_gib = 0.0001", "1009 tokens x 2048 bytes", "prompts.max_prompt_tokens (now 1000")
+
+
+def test_weights_of_another_model(refused, model):
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"vocab_size": 50000}))
+    has(refused(f"model.source={model}"), str(model), "vocab_size = 50000", "embed_tokens.weight has shape [49152")
+
+
 # Stores
 
 

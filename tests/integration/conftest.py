@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import pickle
 import random
@@ -62,6 +63,38 @@ def sequence_logprobs():
         return table.gather(1, torch.tensor(sequence[1:])[:, None]).squeeze(1)
 
     return score
+
+
+# Ray
+
+
+@pytest.fixture(scope="module")
+def ray_of_two_cores():
+    """A Ray cluster of a module's own, with two cores; this process is connected to it. Yields ``ray``."""
+    import ray
+
+    ray.init(
+        address="local", num_cpus=2, include_dashboard=False, configure_logging=False, log_to_driver=False,
+        object_store_memory=100_000_000,
+    )  # fmt: skip
+    yield ray
+    ray.shutdown()
+
+
+@pytest.fixture(scope="session")
+def failing_actors():
+    """The module of actors that fail. Workers cannot import it, so it travels by value."""
+    from ray import cloudpickle
+
+    path = REPOSITORY / "tests" / "fixtures" / "failing_actors.py"
+    spec = importlib.util.spec_from_file_location("failing_actors", path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    cloudpickle.register_pickle_by_value(module)
+    yield module
+    cloudpickle.unregister_pickle_by_value(module)
+    del sys.modules[spec.name]
 
 
 # vLLM

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from pathlib import Path
-
 import pytest
 
 from rlhf_core.actors.group import ActorGroup, ActorSpec, create, kill, statuses
@@ -15,30 +11,8 @@ NAMESPACE = "failing"
 SECONDS = 60.0
 
 
-@pytest.fixture(scope="module")
-def actors():
-    """The module of failing actors, on a Ray cluster of its own. Workers cannot import it, so it travels by value."""
-    import ray
-    from ray import cloudpickle
-
-    path = Path(__file__).parents[1] / "fixtures" / "failing_actors.py"
-    spec = importlib.util.spec_from_file_location("failing_actors", path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    cloudpickle.register_pickle_by_value(module)
-    ray.init(
-        address="local", num_cpus=2, namespace=NAMESPACE, include_dashboard=False, configure_logging=False,
-        log_to_driver=False, object_store_memory=100_000_000,
-    )  # fmt: skip
-    yield module
-    ray.shutdown()
-    cloudpickle.unregister_pickle_by_value(module)
-    del sys.modules[spec.name]
-
-
 @pytest.fixture
-def start(actors):
+def start(ray_of_two_cores, failing_actors):
     """Function: ways to fail -> group of one actor for each, not claimed yet; they end with the test."""
     made = []
 
@@ -46,7 +20,7 @@ def start(actors):
         names = [f"r-engine-{len(made) + n}" for n in range(len(ways))]
         create(
             [
-                ActorSpec(name, actors.FailingActor, (how,), {"num_cpus": 0})
+                ActorSpec(name, failing_actors.FailingActor, (how,), {"num_cpus": 0})
                 for name, how in zip(names, ways, strict=True)
             ],
             NAMESPACE,

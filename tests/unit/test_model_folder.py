@@ -9,7 +9,7 @@ import torch
 import transformers
 
 from rlhf_core.errors import ModelError
-from rlhf_core.models import ModelFacts, check_model_folder, prepare_model
+from rlhf_core.models import ModelFacts, check_architecture, check_model_folder, prepare_model
 from rlhf_core.testing.tiny_model import make_tiny_model, tiny_tokenizer_folder
 
 
@@ -133,6 +133,23 @@ def test_missing_files(folder, name, parts):
 def test_unsuitable_configs(folder, changes, part):
     edit(folder, "config.json", **changes)
     refused(folder, part)
+
+
+@pytest.mark.parametrize(
+    ("changes", "part"),
+    [
+        ({"model_type": "llama99"}, "llama99"),
+        ({"model_type": "t5", "architectures": ["T5ForCausalLM"]}, "no causal language model for model_type = 't5'"),
+        ({"model_type": "mine", "auto_map": {"AutoConfig": "mine.Config"}}, "cannot use config.json"),
+        ({"num_hidden_layers": "two"}, "num_hidden_layers"),
+    ],
+)
+def test_models_that_transformers_does_not_know(folder, changes, part):
+    check_architecture(folder)
+    edit(folder, "config.json", **changes)
+    with pytest.raises(ModelError) as caught:
+        check_architecture(folder)
+    assert part in str(caught.value)
 
 
 def test_no_end_of_sequence(folder):
