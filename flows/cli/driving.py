@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from flows.cli.errors import EXIT_INTERRUPTED, say
+from flows.cli.errors import EXIT_INTERRUPTED, say, shorten_console
 
 if TYPE_CHECKING:
     from rlhf_core.config import RunConfig
@@ -35,6 +35,7 @@ def drive(config: RunConfig) -> None:
         from flows.cli.bars import run_bar
         from flows.train_rlhf import train_rlhf
 
+        shorten_console()
         with run_bar(config):
             while not (summary := train_rlhf(config)).finished:
                 pass  # a flow run of bounded length has ended; the next one goes on

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import logging
 import sys
 from collections.abc import Callable
 from functools import wraps
@@ -37,6 +39,28 @@ def exit_code_of(error: BaseException) -> int | None:
 def say(message: str) -> None:
     """One message for people on stderr."""
     print(message, file=sys.stderr, flush=True)
+
+
+class _Brief(logging.Formatter):
+    """A formatter that leaves the traceback of expected errors away: their words say it all."""
+
+    def __init__(self, formatter: logging.Formatter) -> None:
+        super().__init__()
+        self._formatter = formatter
+
+    def format(self, record: logging.LogRecord) -> str:
+        error = record.exc_info[1] if record.exc_info else None
+        if error is not None and exit_code_of(error) is not None:
+            record = copy.copy(record)  # other handlers keep it: the traceback is in the UI
+            record.exc_info = record.exc_text = None
+        return self._formatter.format(record)
+
+
+def shorten_console() -> None:
+    """Log expected errors without tracebacks on the terminal. To be called when Prefect, which sets the console up, is imported."""
+    for handler in logging.getLogger().handlers:
+        if handler.formatter is not None and not isinstance(handler.formatter, _Brief):
+            handler.setFormatter(_Brief(handler.formatter))
 
 
 def reports_errors(command: Callable[P, None]) -> Callable[P, None]:
