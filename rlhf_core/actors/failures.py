@@ -30,8 +30,7 @@ def _lasts(error: BaseException) -> bool:
 
     if isinstance(error, RayError) or any(words in str(error) for words in _PASSING):
         return False
-    # Libraries raise OSError for a file that they cannot make sense of; what the system reports has a number.
-    return isinstance(error, _LASTING) or (isinstance(error, OSError) and error.errno is None)
+    return isinstance(error, _LASTING)
 
 
 def _words(error: BaseException) -> str:
