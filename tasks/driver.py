@@ -96,7 +96,7 @@ class Driver:
         deadline = time.monotonic() + self.config.limits.startup_seconds
         while True:
             try:
-                return self._build(rounds)
+                return self._build(rounds, faults=2)  # others may have been taking or giving back memory
             except CapacityError as error:
                 self.lease.check()
                 if time.monotonic() > deadline:
@@ -104,14 +104,15 @@ class Driver:
                 get_run_logger().warning("waiting for the cluster: %s", error)
                 time.sleep(_REST_SECONDS)
 
-    def _build(self, rounds: int) -> ClusterRef:
-        """Actors at the run's policy version, tried anew while workers die; not where new ones fail by what they are given."""
+    def _build(self, rounds: int, faults: int = 1) -> ClusterRef:
+        """Actors at the run's policy version, tried anew while workers die; at the WorkerFault number ``faults`` no longer."""
         for left in range(rounds, 0, -1):
             try:
                 reconnect(namespace_of(self.config.storage.url))
                 return start_cluster(self.config, self.lineage.head, self.lease.epoch, self._device)
             except _CURABLE as error:
-                if left == 1 or isinstance(error, WorkerFault):
+                faults -= isinstance(error, WorkerFault)
+                if left == 1 or not faults:
                     raise
                 get_run_logger().warning("building failed: %s; again in %.0f s", error, _REST_SECONDS)
                 time.sleep(_REST_SECONDS)

@@ -81,6 +81,15 @@ def test_what_new_actors_fail_by_for_good_ends_the_start_at_once(driver, builds,
     assert len(made) == 1
 
 
+def test_what_new_actors_fail_by_in_a_recovery_is_tried_once_more(driver, builds):
+    planned, made = builds
+    planned.extend([WorkerFault("start: a failed: ValueError: no memory")] * 9)
+    do, _ = work(WorkerDied("a died"))
+    with pytest.raises(WorkerFault):
+        driver.persevere(Cluster(), do)
+    assert len(made) == 2
+
+
 @pytest.mark.parametrize("error", [WorkerDied("a died"), WorkerError("port in use"), ConnectionError("ray")])
 def test_what_may_pass_is_tried_again(driver, builds, error):
     planned, made = builds
