@@ -15,7 +15,6 @@ from rlhf_core.manifests import ClusterRef, EvaluationRecord
 from rlhf_core.metrics import values
 from rlhf_core.records import commit_record, find_record
 from tasks.context import StageContext
-from tasks.generate import sampling_seed
 from tasks.handover import to_engines
 from tasks.rewards import reward_for_workers
 
@@ -59,7 +58,6 @@ def _sample_and_score(context: StageContext, version: int, sampling: Sampling) -
     """The responses go from the engine to a reward worker without passing through this process."""
     heldout, epoch = context.prompts.heldout, context.cluster.epoch
     engine, worker = context.engines.handles[0], context.rewards.handles[0]
-    seed = sampling_seed(context.config.seed, version, -1)
-    responses = engine.evaluate.remote(epoch, version, heldout, sampling, seed)
+    responses = engine.evaluate.remote(epoch, version, heldout, sampling, context.config.seed)
     scored = worker.score_table.remote(epoch, reward_for_workers(context.config), heldout, responses)
     return gather([scored], [context.cluster.rewards[0]], "evaluate", context.deadline)[0]

@@ -104,11 +104,11 @@ def _jobs(
             groups=tuple(part),
             sampling=sampling,
             version=context.iteration,
-            seed=sampling_seed(config.seed, context.iteration, 0 if config.generate.exact_groups else engine),
+            seed=config.seed,
             identity=identity,
             exact_groups=config.generate.exact_groups,
         )
-        for engine, part in enumerate(parts)
+        for part in parts
         if part
     ]
 
@@ -148,8 +148,3 @@ def _manifest(context: StageContext, gathered: _Gathered) -> StageManifest:
         tokens=int(metrics["generate/tokens"]),
         metrics=metrics,
     )
-
-
-def sampling_seed(seed: int, iteration: int, engine: int) -> int:
-    """Seed of one engine's samplers in one iteration."""
-    return (seed * 1_000_003 + iteration) * 4_099 + engine

@@ -26,10 +26,11 @@ class GenerateJob:
     sampling: Sampling
     version: int
     seed: int
+    """The run's; see ``rlhf_core.seeds``."""
     identity: str
     """See ``rlhf_core.segments.request_identity``."""
     exact_groups: int = 0
-    """Groups that run together, cut off from all others, each with its own seed; 0: all run together."""
+    """Groups that run together, cut off from all others; 0: all run together."""
 
 
 @dataclass(frozen=True)

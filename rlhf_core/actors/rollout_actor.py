@@ -25,6 +25,7 @@ from rlhf_core.metrics import Max, Metric, merge_metrics
 from rlhf_core.ports import ObjectStore
 from rlhf_core.prompts.table import PromptTable
 from rlhf_core.schema import ROLLOUTS
+from rlhf_core.seeds import evaluation_seeds, rollout_seeds
 from rlhf_core.segments import prepare_segment, rollout_metrics
 
 
@@ -106,24 +107,28 @@ class RolloutActor(Fenced):
     def _sample(self, job: GenerateJob, prompts: list[dict[str, Any]]) -> Iterator[list[FinishedGroup]]:
         """Groups that belong into one segment, as they finish."""
         ids = [p["prompt_ids"] for p in prompts]
+        seeds = [rollout_seeds(job.seed, job.iteration, group, job.sampling.samples) for group in job.groups]
         if not job.exact_groups:
-            for group in self.engine.generate(ids, job.sampling, job.version, job.seed):
+            for group in self.engine.generate(ids, job.sampling, job.version, seeds):
                 yield [group]
             return
         for first in range(0, len(ids), job.exact_groups):
             # Who runs beside whom decides about the last bits of a logprob, so only whole blocks count.
-            part = range(first, min(first + job.exact_groups, len(ids)))
-            seeds = [job.seed * 1_000_003 + job.groups[n] for n in part]
-            block = list(self.engine.generate([ids[n] for n in part], job.sampling, job.version, seeds))
+            part = slice(first, first + job.exact_groups)
+            block = list(self.engine.generate(ids[part], job.sampling, job.version, seeds[part], apart=True))
             yield [replace(group, index=first + group.index) for group in block]
 
     def evaluate(self, epoch: int, version: int, prompts: Shard, sampling: Sampling, seed: int) -> pa.Table:
-        """Sample all prompts of a table: ``prompt_id``, ``response_ids``, ``finish_reason``; nothing is stored."""
+        """Sample all prompts of a table: ``prompt_id``, ``response_ids``, ``finish_reason``; nothing is stored.
+
+        ``seed`` is the run's.
+        """
         self.require_epoch(epoch)
         table = self._table(prompts)
         records = table.at(list(range(table.rows)))
+        seeds = [evaluation_seeds(seed, version, r["prompt_id"], sampling.samples) for r in records]
         groups = sorted(
-            self.engine.generate([r["prompt_ids"] for r in records], sampling, version, seed), key=lambda g: g.index
+            self.engine.generate([r["prompt_ids"] for r in records], sampling, version, seeds), key=lambda g: g.index
         )
         return pa.table(
             {

@@ -97,6 +97,22 @@ def to_vllm_args(settings: EngineSettings) -> dict[str, Any]:
     return args | settings.options
 
 
+def sampling_params(sampling: Sampling, seed: int | None) -> Any:
+    """vLLM's parameters of one sample. ``seed``: its stream, None for any."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return SamplingParams(
+        max_tokens=sampling.max_new_tokens,
+        temperature=sampling.temperature,
+        logprobs=0 if sampling.logprobs else None,
+        seed=seed,
+        flat_logprobs=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
 def engine_environment(settings: EngineSettings) -> dict[str, str]:
     """Environment that vLLM reads when it starts."""
     environment = {
@@ -118,6 +134,7 @@ class VllmEngine:
 
         self.settings = settings
         self.llm = LLM(**to_vllm_args(settings))
+        self.llm.collective_rpc("rlhf_draw_by_position")
         self.version: int | None = 0  # what the model folder holds; None while an update is under way or has failed
         self.digest: str | None = None  # of the weights that the last update brought; None: those of the model folder
         self._sleeping: set[str] = set()
@@ -140,53 +157,41 @@ class VllmEngine:
         prompts: Sequence[Sequence[int]],
         sampling: Sampling,
         version: int,
-        seed: int | Sequence[int] | None = None,
+        seeds: Sequence[Sequence[int]] | None = None,
+        apart: bool = False,
     ) -> Iterator[FinishedGroup]:
         """Sample every prompt; groups come out as they finish, not in order.
 
-        ``prompts`` are token ids. Logprobs are those of the sampled tokens, after temperature. With one ``seed`` the samplers
-        are seeded first, which makes the call repeatable on the same engine for the same prompts. With a seed for each prompt
-        every group has a generator of its own and nothing is cached from earlier calls: the call gives the same bytes on
-        every engine of the same kind.
-        """
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
+        ``prompts`` are token ids. Logprobs are those of the distribution that each token was sampled from.
 
+        ``seeds`` has one stream for each sample of each prompt, 0 .. 2^63 - 1 (``rlhf_core.seeds``): the response is a function
+        of weights, prompt and stream, up to the last bits, whoever runs beside it. None: any noise. With ``apart`` nothing is
+        cached from earlier calls, and the same call gives the same bits on every engine of the same kind.
+        """
         self.require(version)
         self._interrupted = False
-        seeds = list(seed) if isinstance(seed, Sequence) else [None] * len(prompts)
-        if isinstance(seed, int):
-            self.llm.collective_rpc("rlhf_seed", args=(seed % 2**63,))
-        elif seed is not None:
+        if apart:
             self._forget_prefixes()
-        params = [
-            SamplingParams(
-                n=sampling.samples,
-                max_tokens=sampling.max_new_tokens,
-                temperature=sampling.temperature,
-                logprobs=0 if sampling.logprobs else None,
-                seed=own,
-                flat_logprobs=True,
-                detokenize=False,
-                output_kind=RequestOutputKind.FINAL_ONLY,
-            )
-            for own in seeds
-        ]
-        started: dict[str, tuple[int, float]] = {}
+        started: dict[str, tuple[int, int]] = {}
         try:
             for index, prompt in enumerate(prompts):
-                self._requests += 1
-                name = f"r{self._requests}"
-                self.llm.llm_engine.add_request(name, {"prompt_token_ids": list(prompt)}, params[index])
-                started[name] = (index, time.monotonic())
+                # A request for each sample: vLLM would give the samples of one request the streams seed, seed + 1, ...
+                for sample in range(sampling.samples):
+                    self._requests += 1
+                    name = f"r{self._requests}"
+                    params = sampling_params(sampling, None if seeds is None else seeds[index][sample])
+                    self.llm.llm_engine.add_request(name, {"prompt_token_ids": list(prompt)}, params)
+                    started[name] = (index, sample)
             yield from self._collect(started, sampling, version)
         finally:
             if started:  # an error, or the caller gave up: nothing of this call may run on
                 self.llm.llm_engine.abort_request(list(started))
 
     def _collect(
-        self, started: dict[str, tuple[int, float]], sampling: Sampling, version: int
+        self, started: dict[str, tuple[int, int]], sampling: Sampling, version: int
     ) -> Iterator[FinishedGroup]:
+        since = time.monotonic()
+        finished: dict[int, dict[int, Any]] = {}
         while started:
             self.require(version)  # an update may have begun between two groups
             if self._interrupted:
@@ -197,20 +202,22 @@ class VllmEngine:
             for output in outputs:
                 if not output.finished:
                     continue
-                index, since = started.pop(output.request_id)
-                samples = sorted(output.outputs, key=lambda o: o.index)
-                if len(samples) != sampling.samples:
-                    raise IntegrityError(f"vLLM returned {len(samples)} of {sampling.samples} samples of a prompt")
-                reasons = [str(s.finish_reason) for s in samples]
-                if not set(reasons) <= FINISH_REASONS:
-                    raise IntegrityError(f"vLLM ended samples of a prompt with {sorted(set(reasons) - FINISH_REASONS)}")
-                yield FinishedGroup(
-                    index=index,
-                    token_ids=[list(s.token_ids) for s in samples],
-                    logprobs=[list(s.logprobs.logprobs) for s in samples] if sampling.logprobs else [],
-                    finish_reasons=reasons,
-                    seconds=time.monotonic() - since,
-                )
+                index, sample = started.pop(output.request_id)
+                (response,) = output.outputs
+                if response.finish_reason not in FINISH_REASONS:
+                    raise IntegrityError(f"vLLM ended a sample of a prompt with {response.finish_reason!r}")
+                group = finished.setdefault(index, {})
+                group[sample] = response
+                if len(group) == sampling.samples:
+                    samples = [group[n] for n in range(sampling.samples)]
+                    del finished[index]
+                    yield FinishedGroup(
+                        index=index,
+                        token_ids=[list(s.token_ids) for s in samples],
+                        logprobs=[list(s.logprobs.logprobs) for s in samples] if sampling.logprobs else [],
+                        finish_reasons=[str(s.finish_reason) for s in samples],
+                        seconds=time.monotonic() - since,
+                    )
 
     def sequence_logprobs(self, sequences: Sequence[Sequence[int]], version: int) -> list[np.ndarray]:
         """Logprobs at temperature 1 of tokens 1.. of each sequence given what precedes them, float32 [len - 1].

@@ -1,4 +1,4 @@
-"""What runs inside every vLLM worker: receiving weights, and seeding.
+"""What runs inside every vLLM worker: receiving weights, and the noise of sampling.
 
 Loaded by vLLM through ``worker_extension_cls`` and mixed into its worker class. The names carry the prefix ``rlhf_``
 because vLLM refuses an extension whose attributes clash with the worker's own.
@@ -16,6 +16,7 @@ import torch
 
 from rlhf_core.engines.weights import BucketSpec, WeightsDigest, unpack
 from rlhf_core.errors import IntegrityError
+from rlhf_core.seeds import draw_seeds
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -64,10 +65,32 @@ class PolicyReceiver:
             raise IntegrityError("a weight update was finished without a single bucket")
         return self.rlhf_digest.hexdigest()
 
-    def rlhf_seed(self, seed: int) -> None:
-        """Seed the sampler's generators of this worker."""
-        torch.manual_seed(seed)
-        np.random.seed(seed % 2**32)  # vLLM's newer model runner draws request seeds from this generator
+    def rlhf_draw_by_position(self) -> None:
+        """On a CPU, let every draw be a function of the sample's stream, the position and the token id, without any state.
+
+        vLLM's newer model runner, which is the usual one on a GPU, does that by itself. The older one keeps a generator for
+        each request instead, and a CPU's generator cannot be turned back as it wants when a prompt is read in parts.
+        """
+        if self.device.type != "cpu" or self.vllm_config.use_v2_model_runner:
+            return
+        from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
+
+        runner = self.model_runner
+        sampler = runner.sampler.topk_topp_sampler
+        without_streams = sampler.forward
+
+        def draw(logits_NV: Tensor, generators: Any, k: Any, p: Any) -> tuple[Tensor, Tensor | None]:
+            batch = runner.input_batch
+            streams = [runner.requests[name].sampling_params.seed for name in batch.req_ids]
+            if len(streams) != len(logits_NV) or None in streams:
+                return without_streams(logits_NV, generators, k, p)
+            batch.generators.clear()
+            seeds_N = draw_seeds(np.asarray(streams), batch.num_tokens_no_spec[: len(streams)])
+            logits_NV = apply_top_k_top_p(logits_NV, k, p)
+            tokens_N = torch.ops._C.fused_gumbel_argmax(logits_NV.float(), torch.from_numpy(seeds_N))
+            return tokens_N, logits_NV.log_softmax(dim=-1, dtype=torch.float32)
+
+        sampler.forward = draw
 
     @staticmethod
     def _rlhf_repack_tied_head(model: Any) -> None:

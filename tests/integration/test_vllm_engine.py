@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from contextlib import closing
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ import torch
 from rlhf_core.engines.vllm_engine import EngineSettings, Sampling, engine_environment, to_vllm_args
 from rlhf_core.engines.weights import BucketSpec, WeightsDigest, pack, plan_buckets
 from rlhf_core.errors import IntegrityError, StaleEngine
+from rlhf_core.seeds import rollout_seeds
 
 EOS = 2
 CONTEXT = 128  # of the session's engine
@@ -44,6 +46,11 @@ def stops_often(state):
     return state
 
 
+def streams(prompts, samples, seed=0):
+    """A stream for each sample of each prompt."""
+    return [rollout_seeds(seed, 0, group, samples) for group in range(len(prompts))]
+
+
 def agree(engine, model, sequence_logprobs, seed=5):
     """Largest difference of logprobs between the engine and a transformers model over a few sequences."""
     sequences = random_prompts(4, seed)
@@ -68,7 +75,7 @@ def test_every_prompt_comes_back_once_with_all_its_samples(vllm, sync, base_stat
     state = stops_often(base_state)
     sync(vllm, state, 1)
     prompts, sampling = random_prompts(12), Sampling(samples=3, max_new_tokens=8, temperature=0.9)
-    groups = list(vllm.generate(prompts, sampling, version=1, seed=0))
+    groups = list(vllm.generate(prompts, sampling, 1, streams(prompts, 3)))
     assert sorted(group.index for group in groups) == list(range(12))
     model = reference(state)
     reasons = []
@@ -96,24 +103,39 @@ def test_greedy_is_the_greedy_of_transformers(vllm, reference):
         assert group.token_ids == [greedy(model, prompts[group.index])]
 
 
-def test_a_seeded_call_can_be_repeated(vllm):
+def test_a_response_depends_on_its_stream_alone(vllm):
     prompts, sampling = random_prompts(5, seed=2), Sampling(samples=4, max_new_tokens=10, temperature=1.0)
+    seeds, others = streams(prompts, 4), streams(prompts, 4, seed=1)
 
-    def run(seed):
-        groups = sorted(vllm.generate(prompts, sampling, version=0, seed=seed), key=lambda group: group.index)
-        return [group.token_ids for group in groups], [group.logprobs for group in groups]
+    def run(chosen, seeds, samples=4):
+        asked = [prompts[n] for n in chosen]
+        groups = vllm.generate(asked, replace(sampling, samples=samples), 0, [seeds[n][:samples] for n in chosen])
+        return {(chosen[g.index], s): (g.token_ids[s], g.logprobs[s]) for g in groups for s in range(samples)}
 
     vllm.llm.reset_prefix_cache()
-    first, again, other = run(7), run(7), run(8)
-    assert first[0] == again[0]
-    for one, two in zip(first[1], again[1], strict=True):
-        np.testing.assert_allclose(one, two, rtol=0, atol=1e-5)
-    assert first[0] != other[0]
-    assert len({tuple(tokens) for group in first[0] for tokens in group}) == 20, "samples of a group differ"
+    first = run(range(5), seeds)
+    assert len({tuple(tokens) for tokens, _ in first.values()}) == 20, "samples differ"
+    # Again; others in the batch, in another order; fewer samples; alone.
+    for again in (run(range(5), seeds), run([4, 2], seeds), run([3], seeds, samples=1)):
+        for name, (tokens, logprobs) in again.items():
+            assert tokens == first[name][0]
+            np.testing.assert_allclose(logprobs, first[name][1], rtol=0, atol=1e-5)
+    other = run(range(5), others)
+    assert all(other[name][0] != first[name][0] for name in first)
 
 
-def test_a_seed_may_be_any_integer(vllm):
-    assert list(vllm.generate([[5]], GREEDY, version=0, seed=2**200 + 1))
+def test_long_prompts_keep_their_streams(vllm, monkeypatch):
+    # Prompts that are read in several steps: what is drawn at the end of a part is thrown away.
+    prompts, sampling = [[7 + n] * 100 for n in range(3)], Sampling(samples=2, max_new_tokens=6, temperature=1.0)
+
+    def run():
+        groups = vllm.generate(prompts, sampling, 0, streams(prompts, 2), apart=True)
+        return {group.index: group.token_ids for group in groups}
+
+    whole = run()
+    scheduler = vllm.llm.llm_engine.engine_core.engine_core.scheduler
+    monkeypatch.setattr(scheduler, "max_num_scheduled_tokens", 40)
+    assert run() == whole
 
 
 def test_logprobs_can_be_left_out(vllm):
@@ -201,7 +223,7 @@ def test_a_group_never_mixes_versions(vllm, sync, base_state):
 
 def test_an_update_does_not_finish_under_running_requests(vllm, sync, base_state):
     sync(vllm, stops_often(base_state), 1)
-    with closing(vllm.generate(random_prompts(10), Sampling(2, 60, 1.0), version=1, seed=0)) as groups:
+    with closing(vllm.generate(random_prompts(10), Sampling(2, 60, 1.0), 1, streams(range(10), 2))) as groups:
         next(groups)  # samples of other groups are longer: they are in the middle
         with pytest.raises(IntegrityError, match="still runs requests"):
             sync(vllm, base_state, 2)
