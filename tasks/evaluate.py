@@ -33,11 +33,9 @@ def evaluate(config: RunConfig, cluster: ClusterRef, version: int) -> Evaluation
     to_engines(context)
     metrics: dict[str, float] = {}
     samples: list[dict[str, Any]] = []
-    limit = config.generate.max_new_tokens
-    kinds = {"greedy": Sampling(1, limit, 0.0, logprobs=False)}
+    kinds = {"greedy": Sampling.of(config.generate, 1, greedy=True, logprobs=False)}
     if config.evaluation.samples_per_prompt:
-        temperature = config.generate.temperature
-        kinds["sampled"] = Sampling(config.evaluation.samples_per_prompt, limit, temperature, logprobs=False)
+        kinds["sampled"] = Sampling.of(config.generate, config.evaluation.samples_per_prompt, logprobs=False)
     for kind, sampling in kinds.items():
         scored = _sample_and_score(context, version, sampling)
         metrics |= {f"{kind}/{name}": v for name, v in values(scored["metrics"]).items()}

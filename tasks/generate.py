@@ -13,6 +13,7 @@ from rlhf_core.errors import WorkerDied
 from rlhf_core.manifests import Shard, StageManifest
 from rlhf_core.metrics import Max, Metric, Sum, merge_metrics, united, values
 from rlhf_core.prompts.order import prompt_rows
+from rlhf_core.seeds import SCHEME
 from rlhf_core.segments import find_segments, request_identity
 from tasks.context import StageContext, split
 from tasks.handover import to_engines
@@ -58,16 +59,14 @@ def generate(context: StageContext) -> StageManifest:
 
 
 def _identity(context: StageContext, rows: Sequence[int]) -> str:
-    sampling, prompts = context.config.generate, context.prompts.train
+    """All of the section counts, so that a new key cannot be forgotten."""
     return request_identity(
-        prompts=prompts.blake3,
+        prompts=context.prompts.train.blake3,
         rows=list(rows),
         policy_version=context.iteration,
-        samples=sampling.samples_per_prompt,
-        max_new_tokens=sampling.max_new_tokens,
-        temperature=sampling.temperature,
-        exact_groups=sampling.exact_groups,
+        generate=context.config.generate.model_dump(mode="json"),
         seed=context.config.seed,
+        streams=SCHEME,
     )
 
 
@@ -88,7 +87,7 @@ def _jobs(
     """A job for each engine that has anything to do. A block of ``exact_groups`` is in one segment or in none, so what is
     missing is whole blocks."""
     config, block = context.config, max(1, context.config.generate.exact_groups)
-    sampling = Sampling(config.generate.samples_per_prompt, config.generate.max_new_tokens, config.generate.temperature)
+    sampling = Sampling.of(config.generate, config.generate.samples_per_prompt)
     blocks = sorted({group // block for group in groups})
     parts = [
         [group for b in blocks[part.start : part.stop] for group in range(b * block, min((b + 1) * block, len(rows)))]

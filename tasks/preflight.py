@@ -10,7 +10,7 @@ from typing import Any
 from infra.object_store import probe_store
 from infra.settings import load_settings
 from rlhf_core import layout
-from rlhf_core.config import RunConfig, config_fields, contradictions, stored_config
+from rlhf_core.config import RunConfig, check_sampling, config_fields, contradictions, stored_config
 from rlhf_core.errors import ConfigError, ModelError, StoreError
 from rlhf_core.lease import Holder, require_free
 from rlhf_core.lineage import head_of, load_lineage
@@ -36,6 +36,7 @@ def check_before_start(config: RunConfig) -> list[str]:
     Safe to repeat: an existing record is compared, and rewritten only while the run has committed nothing. Returns what can be
     done as it is but is hardly meant.
     """
+    check_sampling(config.generate)
     store = check_store(config)
     existing = _started(store, config)
     if existing is not None:
@@ -114,7 +115,13 @@ def context_length(config: RunConfig, facts: ModelFacts) -> int:
 
 
 def check_context(config: RunConfig, facts: ModelFacts) -> None:
-    """ConfigError if responses alone do not fit the model's context."""
+    """ConfigError if responses alone do not fit the model's context, or a stop token is none of the model's."""
+    strangers = [token for token in config.generate.stop_token_ids if token >= facts.vocab_size]
+    if strangers:
+        raise ConfigError(
+            f"generate.stop_token_ids = {config.generate.stop_token_ids}: {config.model.source} has the tokens "
+            f"0 to {facts.vocab_size - 1}, so {strangers} would never end a response"
+        )
     room = context_length(config, facts) - config.generate.max_new_tokens
     if room < 1:
         raise ConfigError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -20,13 +20,42 @@ class GenerateConfig(Section):
     max_new_tokens: int = Field(default=24, ge=1)
     """Longest response in tokens."""
     temperature: float = Field(default=1.0, gt=0, le=2)
-    """Sampling temperature; logprobs of engine and trainer are both taken after it."""
+    """Sampling temperature, 0.01 or more; logprobs of engine and trainer are both taken after it."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """Sample from the most probable tokens whose probabilities add up to this; 1 samples from all. Like the next two and
+    `min_new_tokens`, it makes the engine's distribution another one than the trainer's: see docs/numerics.md."""
+    top_k: int = Field(default=0, ge=0)
+    """Sample from so many of the most probable tokens; 0 samples from all."""
+    min_p: float = Field(default=0.0, ge=0, lt=1)
+    """Sample from tokens at least this many times as probable as the most probable one; 0 samples from all."""
+    min_new_tokens: int = Field(default=0, ge=0)
+    """No end token before so many tokens."""
+    stop: list[Annotated[str, Field(min_length=1)]] = []
+    """Texts that end a response, special tokens included; the response keeps the tokens up to the end of the text."""
+    stop_token_ids: list[Annotated[int, Field(ge=0)]] = []
+    """Tokens that end a response, beside the model's end tokens; the response keeps the token."""
     exact_groups: int = Field(default=0, ge=0)
-    """Groups that an engine runs together, cut off from all others, each with its own seed: a generation that was cut off
-    then continues bit by bit as if it had not been. Slower; 0 runs all groups together, and what is generated anew after
-    a cut differs from what was lost."""
+    """Groups that an engine runs together, cut off from all others: a generation that was cut off then continues bit by bit
+    as if it had not been. Slower; 0 runs all groups together, and what is generated anew after a cut is what was lost up
+    to the last bits of the logprobs, which may turn a token here and there."""
     engine: dict[str, Any] = {}
-    """Further vLLM engine arguments, passed through as they are (`max_num_seqs`, `enforce_eager`, ...)."""
+    """Further vLLM engine arguments, passed through as they are (`max_num_seqs`, `enforce_eager`, ...), but for those that
+    would change what is recorded."""
+
+    @property
+    def reshaping(self) -> list[str]:
+        """What makes the engine sample from another distribution than the model's at this temperature, as `key = value`."""
+        keys = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "min_new_tokens": 0}
+        return [f"generate.{key} = {getattr(self, key)}" for key, off in keys.items() if getattr(self, key) != off]
+
+    @model_validator(mode="after")
+    def _can_end(self) -> GenerateConfig:
+        if self.min_new_tokens > self.max_new_tokens:
+            raise ValueError(
+                f"generate.min_new_tokens = {self.min_new_tokens} is above "
+                f"generate.max_new_tokens = {self.max_new_tokens}: raise the one or lower the other"
+            )
+        return self
 
 
 class AlgorithmConfig(Section):

@@ -24,6 +24,7 @@ from rlhf_core.config.learning import (
     TrackingConfig,
 )
 from rlhf_core.config.place import ResourcesConfig, StorageConfig
+from rlhf_core.config.sampling import check_sampling
 from rlhf_core.config.upgrades import flat, new_names
 from rlhf_core.errors import ConfigError
 
@@ -121,6 +122,21 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _engine_samples_from_the_trainers_distribution(self) -> RunConfig:
+        compared = {
+            f"algorithm.importance_cap = {self.algorithm.importance_cap}": self.algorithm.importance_cap > 0,
+            f"guards.max_engine_gap = {self.guards.max_engine_gap}": self.guards.max_engine_gap is not None,
+        }
+        both = [setting for setting, is_set in compared.items() if is_set]
+        if self.generate.reshaping and both:
+            raise ValueError(
+                f"{', '.join(self.generate.reshaping)}: the engine samples from a part of the model's distribution, but "
+                f"{' and '.join(both)} compares its logprobs with the trainer's, which are over all tokens: set "
+                "algorithm.importance_cap = 0 and no guards.max_engine_gap, or sample from the whole distribution"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _prompts_fit(self) -> RunConfig:
         arithmetic = self.prompts.arithmetic
         if self.prompts.source == "arithmetic" and arithmetic.low > arithmetic.high:
@@ -160,7 +176,9 @@ def override_config(config: RunConfig, overrides: Sequence[str]) -> RunConfig:
     raw = config.model_dump(mode="json")
     for override in overrides:
         _apply_override(raw, override)
-    return parse_config(raw, origin="--set")
+    overridden = parse_config(raw, origin="--set")
+    check_sampling(overridden.generate)
+    return overridden
 
 
 def contradictions(stored: RunConfig, wanted: RunConfig, changeable: Sequence[str] = CHANGEABLE) -> list[str]:

@@ -17,12 +17,14 @@ import numpy as np
 from rlhf_core.errors import FencedOut, IntegrityError, StaleEngine
 
 if TYPE_CHECKING:
+    from rlhf_core.config.learning import GenerateConfig
     from rlhf_core.engines.weights import BucketSpec
 
 #: vLLM's names for the memory that sleep gives back.
 SLEEP_TAGS = ("weights", "kv_cache")
 
-#: How a response may end: at an end token, or at ``max_new_tokens``. Anything else is a fault of the engine.
+#: How a response may end: at an end token, a stop token or a stop text, or at ``max_new_tokens``. Anything else is a fault
+#: of the engine.
 FINISH_REASONS = frozenset({"stop", "length"})
 
 #: Sequences of a GPU engine in flight: vLLM keeps a [sequences, vocabulary] table for its sampler.
@@ -50,12 +52,34 @@ class EngineSettings:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How to sample. ``temperature`` 0 is greedy."""
+    """How to sample. ``temperature`` 0 is greedy. The rest is as in ``GenerateConfig``."""
 
     samples: int
     max_new_tokens: int
     temperature: float
     logprobs: bool = True
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    min_new_tokens: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, config: GenerateConfig, samples: int, greedy: bool = False, logprobs: bool = True) -> Sampling:
+        """So many samples a prompt as the configuration says; ``greedy``: the most probable tokens instead."""
+        return cls(
+            samples=samples,
+            max_new_tokens=config.max_new_tokens,
+            temperature=0.0 if greedy else config.temperature,
+            logprobs=logprobs,
+            top_p=config.top_p,
+            top_k=config.top_k,
+            min_p=config.min_p,
+            min_new_tokens=config.min_new_tokens,
+            stop=tuple(config.stop),
+            stop_token_ids=tuple(config.stop_token_ids),
+        )
 
 
 @dataclass(frozen=True)
@@ -105,10 +129,19 @@ def sampling_params(sampling: Sampling, seed: int | None) -> Any:
     return SamplingParams(
         max_tokens=sampling.max_new_tokens,
         temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        min_p=sampling.min_p,
+        min_tokens=sampling.min_new_tokens,
+        stop_token_ids=list(sampling.stop_token_ids),
+        # Texts are looked for in what the tokens say, special ones too; the response keeps all of its tokens.
+        stop=list(sampling.stop),
+        detokenize=bool(sampling.stop),
+        skip_special_tokens=False,
+        include_stop_str_in_output=True,
         logprobs=0 if sampling.logprobs else None,
         seed=seed,
         flat_logprobs=True,
-        detokenize=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
 
@@ -206,6 +239,8 @@ class VllmEngine:
                 (response,) = output.outputs
                 if response.finish_reason not in FINISH_REASONS:
                     raise IntegrityError(f"vLLM ended a sample of a prompt with {response.finish_reason!r}")
+                if sampling.logprobs and len(response.logprobs.logprobs) != len(response.token_ids):
+                    raise IntegrityError("vLLM returned another number of logprobs than of tokens")
                 group = finished.setdefault(index, {})
                 group[sample] = response
                 if len(group) == sampling.samples:

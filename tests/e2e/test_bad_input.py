@@ -85,6 +85,13 @@ def test_value_out_of_bounds(refused):
     has(refused("generate.temperature=-1"), "generate.temperature = -1", "greater than 0")
 
 
+def test_sampling_that_is_not_what_would_be_recorded(refused):
+    message = refused("generate.engine.logprobs_mode=raw_logits", "generate.temperature=0.001")
+    has(message, "generate.engine.logprobs_mode = 'raw_logits': not possible", "generate.temperature = 0.001", "0.01")
+    has(refused("generate.top_p=0.9"), "generate.top_p = 0.9", "set algorithm.importance_cap = 0")
+    has(refused("generate.stop_token_ids=[1000000]"), "[1000000] would never end a response")
+
+
 @pytest.mark.parametrize("name", ["../up", "a/b", "a b", ".hidden", "x" * 64])
 def test_run_name_with_path_characters(refused, name):
     has(refused(name=name), "run = ", name)

@@ -31,10 +31,10 @@ def altered(state, seed, scale=0.05):
     return {name: tensor + scale * torch.randn(tensor.shape, generator=generator) for name, tensor in state.items()}
 
 
-def stops_often(state):
-    """Weights whose next token is the end with a probability of about 0.17, whatever came before.
+def stops_often(state, token=EOS):
+    """Weights whose next token is the end with a probability of about 0.17, whatever came before; or another token.
 
-    Every token has the same large first coordinate, the layers add nothing, and the end's embedding is larger.
+    Every token has the same large first coordinate, the layers add nothing, and the token's embedding is larger.
     """
     state = {name: tensor.clone() for name, tensor in state.items()}
     for name, tensor in state.items():
@@ -42,7 +42,7 @@ def stops_often(state):
             tensor.zero_()
     embeddings = state["model.embed_tokens.weight"]
     embeddings[:, 0] = 1.0
-    embeddings[EOS, 0] = 1.75
+    embeddings[token, 0] = 1.75
     return state
 
 
@@ -136,6 +136,24 @@ def test_long_prompts_keep_their_streams(vllm, monkeypatch):
     scheduler = vllm.llm.llm_engine.engine_core.engine_core.scheduler
     monkeypatch.setattr(scheduler, "max_num_scheduled_tokens", 40)
     assert run() == whole
+
+
+def test_a_response_that_loses_its_place_goes_on_in_its_stream(vllm, sync, base_state):
+    # As when the cache is full: what ran is thrown out and computed again, then goes on.
+    prompts, sampling = random_prompts(8), Sampling(samples=1, max_new_tokens=20, temperature=1.0)
+
+    def run(between=lambda: None):
+        found = {}
+        for group in vllm.generate(prompts, sampling, 1, streams(prompts, 1)):
+            found[group.index] = group.token_ids[0]
+            between()
+        return found
+
+    sync(vllm, stops_often(base_state), 1)
+    whole = run()
+    thrown_out = []
+    assert run(lambda: thrown_out.append(vllm.llm.reset_prefix_cache(reset_running_requests=True))) == whole
+    assert all(thrown_out)
 
 
 def test_logprobs_can_be_left_out(vllm):
