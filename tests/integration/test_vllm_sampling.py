@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from contextlib import closing
 from dataclasses import fields
+from itertools import islice
 
 import pytest
 import torch
@@ -58,6 +60,23 @@ def distribution(model, prompt, tokens, sampling, ends):
         ordered, order = logits_V.softmax(-1).sort()
         logits_V[order[(ordered.cumsum(-1) <= 1 - sampling.top_p) & (order != order[-1])]] = -math.inf
     return logits_TV.log_softmax(-1)
+
+
+def test_what_was_interrupted_is_drawn_again_as_it_was(vllm, favours):
+    favours(EOS)
+    prompts = [[7 + n] * (1 + n % 5) for n in range(16)]
+    sampling, seeds = Sampling(3, 24, 1.0), [rollout_seeds(1, 0, group, 3) for group in range(16)]
+    whole = {g.index: g for g in vllm.generate(prompts, sampling, 1, seeds)}
+    for finished in (1, 4, 9):
+        with closing(vllm.generate(prompts, sampling, 1, seeds)) as groups:
+            kept = {g.index: g for g in islice(groups, finished)}
+        missing = [n for n in range(16) if n not in kept]
+        again = vllm.generate([prompts[n] for n in missing], sampling, 1, [seeds[n] for n in missing])
+        kept |= {missing[g.index]: g for g in again}
+        assert {n: g.token_ids for n, g in kept.items()} == {n: g.token_ids for n, g in whole.items()}
+        for n, group in kept.items():
+            for mine, theirs in zip(group.logprobs, whole[n].logprobs, strict=True):
+                assert mine == pytest.approx(theirs, abs=1e-4)
 
 
 SHAPES = [
