@@ -10,7 +10,7 @@ One engine in one process; three ways of sampling take turns, and each pair of n
 
 `--vllm-generators` leaves vLLM's older model runner its generators, one for each request (VLLM_USE_V2_MODEL_RUNNER=0 asks for
 that runner on a GPU). Then every other prompt is sampled again in a call of its own: `drawn_again` is the share of responses
-that are the same, token for token. Every response runs to its limit unless `--may-end`. Prints one JSON object.
+that are the same, token for token. Every response runs to its limit unless `--may-end`. The last line is a JSON object.
 """
 
 from __future__ import annotations
@@ -102,8 +102,8 @@ def main(args: argparse.Namespace) -> None:
         "speed": compared,
         "drawn_again": drawn_again(engine, prompts, sampling, seeds),
     }
-    print(json.dumps(report, indent=2))
     engine.close()
+    print(json.dumps(report), flush=True)
 
 
 if __name__ == "__main__":
