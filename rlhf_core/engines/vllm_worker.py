@@ -82,8 +82,10 @@ class PolicyReceiver:
         def draw(logits_NV: Tensor, generators: Any, k: Any, p: Any) -> tuple[Tensor, Tensor | None]:
             batch = runner.input_batch
             streams = [runner.requests[name].sampling_params.seed for name in batch.req_ids]
-            if len(streams) != len(logits_NV) or None in streams:
+            if all(stream is None for stream in streams):
                 return without_streams(logits_NV, generators, k, p)
+            if None in streams or len(streams) != len(logits_NV):
+                raise IntegrityError(f"{len(logits_NV)} tokens are to be drawn from the streams {streams}")
             batch.generators.clear()
             seeds_N = draw_seeds(np.asarray(streams), batch.num_tokens_no_spec[: len(streams)])
             logits_NV = apply_top_k_top_p(logits_NV, k, p)

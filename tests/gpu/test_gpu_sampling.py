@@ -14,7 +14,7 @@ import pytest
 from rlhf_core.models.smollm2 import prepare_smollm2
 
 BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "sampling.py"
-SIZES = "--prompts 32 --samples 4 --prompt-tokens 24 --new-tokens 32 --rounds 1 --memory-fraction 0.3".split()
+SIZES = {"prompts": 32, "samples": 4, "prompt-tokens": 24, "new-tokens": 32, "rounds": 1, "memory-fraction": 0.3}
 
 pytestmark = [
     pytest.mark.gpu,
@@ -26,8 +26,9 @@ pytestmark = [
 @pytest.mark.parametrize("newer", [True, False], ids=["newer runner", "older runner"])
 def test_what_is_drawn_again_is_what_was_drawn(tmp_path, newer):
     model = str(prepare_smollm2("float32", tmp_path))
+    sizes = [f"--{name}={value}" for name, value in SIZES.items()]
     done = subprocess.run(
-        [sys.executable, str(BENCHMARK), model, "--device", "gpu", "--dtype", "float32", *SIZES],
+        [sys.executable, str(BENCHMARK), model, "--device=gpu", "--dtype=float32", *sizes],
         env={**os.environ, "PYTHONPATH": str(BENCHMARK.parents[1]), "VLLM_USE_V2_MODEL_RUNNER": str(int(newer))},
         capture_output=True, text=True, timeout=800, check=False,
     )  # fmt: skip
