@@ -10,6 +10,7 @@ from infra.object_store import LocalObjectStore, PatientStore, S3ObjectStore, op
 from infra.ray_cluster import connect
 from rlhf_core import layout
 from rlhf_core.actors.group import ActorGroup
+from rlhf_core.actors.watch import Patience
 from rlhf_core.config import RunConfig
 from rlhf_core.errors import FencedOut, StoreError
 from rlhf_core.lineage import Lineage, load_lineage
@@ -90,7 +91,13 @@ class StageContext:
 
     def _group(self, names: tuple[str, ...]) -> ActorGroup:
         connect(self.cluster.namespace)
-        return ActorGroup(names, self.cluster.namespace, self.cluster.epoch)
+        return ActorGroup(names, self.cluster.namespace, self.cluster.epoch, patience_of(self.config))
+
+
+def patience_of(config: RunConfig) -> Patience:
+    """How long the run's workers may stand still."""
+    limits = config.limits
+    return Patience(limits.stall_seconds, limits.startup_seconds, limits.store_outage_seconds)
 
 
 def split(count: int, parts: int) -> list[range]:

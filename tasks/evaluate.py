@@ -58,4 +58,5 @@ def _sample_and_score(context: StageContext, version: int, sampling: Sampling) -
     engine, worker = context.engines.handles[0], context.rewards.handles[0]
     responses = engine.evaluate.remote(epoch, version, heldout, sampling, context.config.seed)
     scored = worker.score_table.remote(epoch, reward_for_workers(context.config), heldout, responses)
-    return gather([scored], [context.cluster.rewards[0]], "evaluate", context.deadline)[0]
+    watch = context.engines.watch(beside=context.rewards)
+    return gather([scored], [context.cluster.rewards[0]], "evaluate", context.deadline, watch)[0]

@@ -13,7 +13,7 @@ from rlhf_core.bases import newest_base, weights_of
 from rlhf_core.config import RunConfig
 from rlhf_core.errors import RLHFError
 from rlhf_core.manifests import ClusterRef
-from tasks.context import StageContext
+from tasks.context import StageContext, patience_of
 from tasks.progress import load_progress
 from tasks.sync import push_weights
 
@@ -100,7 +100,7 @@ def _settled(config: RunConfig, cluster: ClusterRef, names: list[str]) -> dict[s
     """Statuses of the actors after what they ran for the driver before has ended; those that do not get there are left out."""
     found = {}
     for name in names:
-        actor = ActorGroup([name], cluster.namespace, cluster.epoch)
+        actor = ActorGroup([name], cluster.namespace, cluster.epoch, patience_of(config))
         try:
             actor.call_claim(_ANSWER_SECONDS)
             actor.call("settle", seconds=config.limits.stage_seconds)

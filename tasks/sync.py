@@ -44,7 +44,8 @@ def push_weights(context: StageContext, version: int, digest: str) -> dict[str, 
     engines.call("begin_update", seconds=context.deadline)
     sinks = _sinks(context, trainers, engines)
     bucket = context.config.sync.bucket_mib << 20
-    results = trainers.call_each("push", [(version, sink, bucket) for sink in sinks], seconds=context.deadline)
+    jobs = [(version, sink, bucket) for sink in sinks]
+    results = trainers.call_each("push", jobs, seconds=context.deadline, beside=engines)
     engines.call("finish_update", version, digest, seconds=context.deadline)
     return {
         "sync/push_seconds": time.monotonic() - started,

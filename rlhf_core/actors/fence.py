@@ -7,19 +7,30 @@ so every call carries the epoch, and a call of an older one is refused before it
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
+from rlhf_core.actors.one_thread import CONTROL
 from rlhf_core.errors import FencedOut
+from rlhf_core.progress import Progress, Pulse
 
 
 class Fenced:
-    """Base of all actors."""
+    """Base of all actors. ``progress``: what is under way; every public call of a subclass is noted there."""
 
     name: str
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.epoch = 0
+        self.progress = Progress()
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        for name, method in list(vars(cls).items()):
+            if callable(method) and not name.startswith("_") and name not in CONTROL:
+                setattr(cls, name, _noted(name, method))
 
     def claim(self, epoch: int) -> dict[str, Any]:
         """Take the actor over for the driver with this lease epoch; returns ``status``. FencedOut for an older driver."""
@@ -39,6 +50,11 @@ class Fenced:
         if epoch != self.epoch:
             raise FencedOut(f"{self.name} belongs to lease epoch {self.epoch}; the call came from epoch {epoch}")
 
+    def pulse(self, epoch: int) -> Pulse:
+        """What the actor does now; answers beside a running call."""
+        self.require_epoch(epoch)
+        return self.progress.pulse()
+
     def status(self) -> dict[str, Any]:
         """What the actor is and holds."""
         return {
@@ -46,3 +62,12 @@ class Fenced:
             "pid": os.getpid(),
             "epoch": self.epoch,
         }
+
+
+def _noted(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(method)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with self.progress.call(name):
+            return method(self, *args, **kwargs)
+
+    return call

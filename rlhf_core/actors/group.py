@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from rlhf_core.actors.failures import as_ours
+from rlhf_core.actors.watch import CONTROL_GROUP, POLL_SECONDS, Patience, Watch
 from rlhf_core.errors import FencedOut, RLHFError, WorkerDied, WorkerError
 
 logger = logging.getLogger(__name__)
-
-#: Concurrency group of the calls that must not wait for work.
-_CONTROL = "control"
 
 
 @dataclass(frozen=True)
@@ -33,7 +31,7 @@ def create(specs: Sequence[ActorSpec], namespace: str) -> list[Any]:
 
     return [
         # Claims and status answer while a call runs; all other calls run one after another on one thread.
-        ray.remote(concurrency_groups={_CONTROL: 1})(_reporting(spec.actor_class))
+        ray.remote(concurrency_groups={CONTROL_GROUP: 1})(_reporting(spec.actor_class))
         .options(
             name=spec.name,
             namespace=namespace,
@@ -79,22 +77,23 @@ def _reporting(actor_class: type) -> type:
 
 
 class ActorGroup:
-    """Actors of one kind, called together. ``names`` in rank order."""
+    """Actors of one kind, called together. ``names`` in rank order.
 
-    def __init__(self, names: Sequence[str], namespace: str, epoch: int) -> None:
-        self.names, self.namespace, self.epoch = tuple(names), namespace, epoch
+    With ``patience``, those that hang in a call are found long before its deadline, ended, and reported as WorkerDied.
+    """
+
+    def __init__(self, names: Sequence[str], namespace: str, epoch: int, patience: Patience | None = None) -> None:
+        self.names, self.namespace, self.epoch, self.patience = tuple(names), namespace, epoch, patience
 
     @property
     def handles(self) -> list[Any]:
         """WorkerError naming the actor that no longer exists."""
-        import ray
-
         found = []
         for name in self.names:
-            try:
-                found.append(ray.get_actor(name, namespace=self.namespace))
-            except ValueError:
-                raise WorkerDied(f"{name} is gone: it died, or the run was ended elsewhere") from None
+            handle = self.find(name)
+            if handle is None:
+                raise WorkerDied(f"{name} is gone: it died, or the run was ended elsewhere")
+            found.append(handle)
         return found
 
     def call(self, method: str, *arguments: Any, seconds: float) -> list[Any]:
@@ -121,30 +120,50 @@ class ActorGroup:
 
     def call_status(self, seconds: float) -> list[dict[str, Any]]:
         """Status of every actor."""
-        calls = [h.status.options(concurrency_group=_CONTROL).remote() for h in self.handles]
+        calls = [h.status.options(concurrency_group=CONTROL_GROUP).remote() for h in self.handles]
         return gather(calls, self.names, "status", seconds)
 
-    def call_each(self, method: str, arguments: Sequence[tuple[Any, ...]], *, seconds: float) -> list[Any]:
-        """Call actor i with the epoch and ``arguments[i]``; results in rank order. See ``gather``."""
-        return gather(self._calls(method, arguments), self.names, method, seconds)
+    def call_each(
+        self, method: str, arguments: Sequence[tuple[Any, ...]], *, seconds: float, beside: ActorGroup | None = None
+    ) -> list[Any]:
+        """Call actor i with the epoch and ``arguments[i]``; results in rank order. See ``gather``.
+
+        ``beside``: actors that these ones call; they are watched too.
+        """
+        return gather(self._calls(method, arguments), self.names, method, seconds, self.watch(beside))
 
     def call_surviving(self, method: str, arguments: Sequence[tuple[Any, ...]], *, seconds: float) -> list[Any]:
         """As ``call_each``, but the place of an actor that is dead or dies holds its WorkerDied; all others are waited for."""
-        results: list[Any] = []
-        deadline = time.monotonic() + seconds
-        for name, call in zip(self.names, self._calls(method, arguments, lenient=True), strict=False):
-            if isinstance(call, WorkerDied):
-                results.append(call)
-                continue
-            try:
-                results += gather([call], [name], method, max(0.0, deadline - time.monotonic()))
-            except WorkerDied as error:
-                results.append(error)
+        results = self._calls(method, arguments, lenient=True)
+        called = [index for index, call in enumerate(results) if not isinstance(call, WorkerDied)]
+        calls, names = [results[index] for index in called], [self.names[index] for index in called]
+        for number, outcome in _outcomes(calls, names, method, seconds, self.watch()):
+            if isinstance(outcome, RLHFError) and not isinstance(outcome, WorkerDied):
+                raise outcome
+            results[called[number]] = outcome
         return results
 
     def _claims(self) -> dict[str, Any]:
         handles = zip(self.names, self.handles, strict=True)
-        return {name: h.claim.options(concurrency_group=_CONTROL).remote(self.epoch) for name, h in handles}
+        return {name: h.claim.options(concurrency_group=CONTROL_GROUP).remote(self.epoch) for name, h in handles}
+
+    def watch(self, beside: ActorGroup | None = None) -> Watch | None:
+        """Looks after these actors and those of ``beside`` while they are waited for; None without patience."""
+        if self.patience is None:
+            return None
+        handles: dict[str, Any] = {}
+        for group in (self, *([beside] if beside is not None else [])):
+            handles |= {name: handle for name in group.names if (handle := group.find(name)) is not None}
+        return Watch(handles, self.epoch, self.patience)
+
+    def find(self, name: str) -> Any | None:
+        """Handle of a living actor; None if there is none of this name."""
+        import ray
+
+        try:
+            return ray.get_actor(name, namespace=self.namespace)
+        except ValueError:
+            return None
 
     def _calls(self, method: str, arguments: Sequence[tuple[Any, ...]], lenient: bool = False) -> list[Any]:
         calls: list[Any] = []
@@ -160,28 +179,63 @@ class ActorGroup:
         return calls
 
 
-def gather(calls: Sequence[Any], names: Sequence[str], what: str, seconds: float) -> list[Any]:
+def gather(
+    calls: Sequence[Any], names: Sequence[str], what: str, seconds: float, watch: Watch | None = None
+) -> list[Any]:
     """Results of all calls, in order, within the deadline.
 
     The first failure is raised at once, without waiting for ranks that may hang in a collective because of it. Errors of this
     system come out as themselves; a dead actor, any other error and a missed deadline are WorkerError naming the actor.
+    With a ``watch``, so is an actor that hangs: it is ended, and counts as dead.
     """
-    import ray
-
-    order = {call: index for index, call in enumerate(calls)}
     results: list[Any] = [None] * len(calls)
-    waiting, deadline = list(calls), time.monotonic() + seconds
-    while waiting:
-        ready, waiting = ray.wait(waiting, num_returns=1, timeout=max(0.0, deadline - time.monotonic()))
-        if not ready:
-            late = ", ".join(names[order[call]] for call in waiting)
-            raise WorkerError(f"{what}: no answer from {late} within {seconds:.0f} s")
-        for call in ready:
-            results[order[call]] = _result(call, names[order[call]], what)
+    for index, outcome in _outcomes(calls, names, what, seconds, watch):
+        if isinstance(outcome, RLHFError):
+            raise outcome
+        results[index] = outcome
     return results
 
 
-def _result(call: Any, name: str, what: str) -> Any:
+def _outcomes(
+    calls: Sequence[Any], names: Sequence[str], what: str, seconds: float, watch: Watch | None
+) -> Iterator[tuple[int, Any]]:
+    """(position, result or error) of every call as it ends. WorkerError if some have not ended within the deadline."""
+    import ray
+
+    waiting, deadline = {call: index for index, call in enumerate(calls)}, time.monotonic() + seconds
+    while waiting:
+        left = max(0.0, deadline - time.monotonic())
+        ready, _ = ray.wait(list(waiting), num_returns=1, timeout=left if watch is None else min(left, POLL_SECONDS))
+        if not ready and not left:
+            late = ", ".join(names[index] for index in waiting.values())
+            raise WorkerError(f"{what}: no answer from {late} within {seconds:.0f} s")
+        for call in ready:
+            index = waiting.pop(call)
+            if watch is not None:
+                watch.leave(names[index])
+            yield index, _outcome(call, names[index], what)
+        if watch is not None:
+            yield from _hanging(watch, waiting, names, what)
+
+
+def _hanging(
+    watch: Watch, waiting: dict[Any, int], names: Sequence[str], what: str
+) -> Iterator[tuple[int, WorkerDied]]:
+    """End the actors that hang, and take their calls out of ``waiting``. Raised are those that are only called by others."""
+    complaints = watch.look()
+    errors = {name: WorkerDied(f"{what}: {name} {text}: it was ended") for name, text in complaints.items()}
+    for name, error in errors.items():
+        logger.warning("%s", error)
+        watch.end(name)
+    calls = {names[index]: call for call, index in waiting.items()}
+    for name, error in errors.items():
+        if name not in calls:
+            raise error
+        yield waiting.pop(calls[name]), error
+
+
+def _outcome(call: Any, name: str, what: str) -> Any:
+    """The result, or what went wrong as an error of this system."""
     import ray
     from ray.exceptions import RayError, RayTaskError
 
@@ -191,9 +245,14 @@ def _result(call: Any, name: str, what: str) -> Any:
         cause: BaseException = error
         while isinstance(cause, RayTaskError):  # one in another where the worker has called a worker
             cause = cause.cause
-        raise as_ours(cause, name, what) from error
+        return _caused(as_ours(cause, name, what), error)
     except RayError as error:  # RayActorError, OutOfMemoryError (killed for memory), a lost node, ...
-        raise WorkerDied(f"{what}: {name} died: {_last_words(error)}") from error
+        return _caused(WorkerDied(f"{what}: {name} died: {_last_words(error)}"), error)
+
+
+def _caused(error: RLHFError, cause: BaseException) -> RLHFError:
+    error.__cause__ = cause
+    return error
 
 
 def _last_words(error: Exception) -> str:
@@ -245,7 +304,7 @@ def statuses(names: Sequence[str], namespace: str, seconds: float) -> dict[str, 
     for name in names:
         try:
             status = ray.get_actor(name, namespace=namespace).status
-            calls[name] = status.options(concurrency_group=_CONTROL).remote()
+            calls[name] = status.options(concurrency_group=CONTROL_GROUP).remote()
         except ValueError:
             continue
     found: dict[str, dict[str, Any]] = {}

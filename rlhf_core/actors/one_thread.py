@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 C = TypeVar("C", bound=type)
 
 #: Calls that must not wait for work.
-CONTROL = ("claim", "status")
+CONTROL = ("claim", "pulse", "status")
 
 
 def on_one_thread(actor: C) -> C:

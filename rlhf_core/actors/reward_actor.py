@@ -10,6 +10,7 @@ import pyarrow as pa
 
 from rlhf_core.actors.fence import Fenced
 from rlhf_core.actors.jobs import ScoreJob, StageResult
+from rlhf_core.actors.watched_store import WatchedStore
 from rlhf_core.buffer import StageWriter, read_rows
 from rlhf_core.config.data import RewardConfig
 from rlhf_core.errors import RewardError
@@ -28,7 +29,7 @@ class RewardActor(Fenced):
 
     def __init__(self, name: str, model: str, store: ObjectStore) -> None:
         super().__init__(name)
-        self.store = store
+        self.store = WatchedStore(store, self.progress)
         self.tokenizer = text_tokenizer(model)
         self._prompts: dict[str, PromptTable] = {}
         self._rewards: dict[str, list[LoadedReward]] = {}
@@ -90,6 +91,7 @@ class RewardActor(Fenced):
                 metadata=[r["metadata"] for r in records[part]],
                 clip=reward.clip,
             )
+            self.progress.count("batch of rows")
             merged.rewards.extend(scored.rewards)
             merged.status.extend(scored.status)
             merged.error.extend(scored.error)
@@ -101,7 +103,8 @@ class RewardActor(Fenced):
         """``score_batch`` with a deadline. Python cannot end a thread: one that hangs is left behind, and the run stops."""
         future = ThreadPoolExecutor(1).submit(score_batch, functions, **batch)
         try:
-            return future.result(timeout=seconds)
+            with self.progress.waiting("the reward functions", seconds):
+                return future.result(timeout=seconds)
         except TimeoutError:
             names = ", ".join(f.name for f in functions)
             first, last = batch["sample_ids"][0], batch["sample_ids"][-1]

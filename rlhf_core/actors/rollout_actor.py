@@ -16,6 +16,7 @@ from rlhf_core.actors.fence import Fenced
 from rlhf_core.actors.jobs import GenerateJob, StageResult
 from rlhf_core.actors.one_thread import on_one_thread
 from rlhf_core.actors.stream import SegmentStream, upload_leftovers
+from rlhf_core.actors.watched_store import WatchedStore
 from rlhf_core.arrays import ragged
 from rlhf_core.buffer import StageWriter
 from rlhf_core.engines.vllm_engine import EngineSettings, FinishedGroup, Sampling, VllmEngine
@@ -48,8 +49,8 @@ class RolloutActor(Fenced):
 
     def __init__(self, name: str, settings: EngineSettings, store: ObjectStore, staging: Staging) -> None:
         super().__init__(name)
-        self.store, self.staging = store, staging
-        self.engine = VllmEngine(settings)
+        self.store, self.staging = WatchedStore(store, self.progress), staging
+        self.engine = VllmEngine(settings, self.progress)
         self._prompts: dict[str, PromptTable] = {}
 
     def status(self) -> dict[str, Any]:

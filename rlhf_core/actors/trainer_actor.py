@@ -15,6 +15,7 @@ from rlhf_core.actors.checkpointing import CheckpointUpload, SavedCheckpoint, di
 from rlhf_core.actors.fence import Fenced
 from rlhf_core.actors.jobs import ExperienceJob, StageResult, UpdateJob
 from rlhf_core.actors.one_thread import on_one_thread
+from rlhf_core.actors.watched_store import WatchedStore
 from rlhf_core.actors.weight_push import EngineSink
 from rlhf_core.algorithms.advantages import group_relative, per_token
 from rlhf_core.algorithms.batching import plan_microbatches
@@ -41,8 +42,8 @@ class TrainerActor(Fenced):
         super().__init__(name)
         self.staging = staging
         self.settings = settings
-        self.store = store
-        self.engine = Zero3Engine(settings)
+        self.store = WatchedStore(store, self.progress)
+        self.engine = Zero3Engine(settings, self.progress)
         self.version: int | None = 0  # what the model folder holds; None while an update is under way or has failed
         self.digest: str | None = None  # of the weights that it holds, None for those of the model folder
         self._last: tuple[UpdateJob, StageResult] | None = None
@@ -157,10 +158,11 @@ class TrainerActor(Fenced):
         """Save this rank's part locally, collective; its upload to ``prefix`` goes on in the background."""
         self._require(epoch, version)
         if self._upload is not None:
-            self._upload.wait()  # two at once would only share the bandwidth and double the disk space
+            with self.progress.waiting("the upload of the checkpoint before"):
+                self._upload.wait()  # two at once would only share the bandwidth and double the disk space
         folder = self.staging / "checkpoints" / attempt
         self.engine.save(str(folder), f"v{version:010d}")
-        self._upload = CheckpointUpload(self.store, version, attempt, folder, prefix, self.settings.rank)
+        self._upload = CheckpointUpload(self.store.inner, version, attempt, folder, prefix, self.settings.rank)
         self._upload.start()
 
     def saved_checkpoint(self, epoch: int, wait: bool) -> SavedCheckpoint | None:
@@ -168,7 +170,10 @@ class TrainerActor(Fenced):
         self.require_epoch(epoch)
         if self._upload is None:
             return None
-        return self._upload.wait() if wait else self._upload.state
+        if not wait:
+            return self._upload.state
+        with self.progress.waiting("the upload of the checkpoint"):
+            return self._upload.wait()
 
     def fetch_checkpoint(self, epoch: int, record: CheckpointRecord) -> None:
         """Bring this rank's files to its disk, verified. Not collective: a rank that fails here leaves no other waiting."""

@@ -163,6 +163,9 @@ class LimitsConfig(Section):
     """Deadline of a stage."""
     startup_seconds: float = Field(default=900.0, gt=0)
     """Deadline for placing actors and loading models."""
+    stall_seconds: float = Field(default=90.0, ge=5)
+    """How long a worker may give no answer or make no step until it counts as dead and is replaced. Steps that normally take
+    longer get five times their longest so far, steps that are done for the first time get `startup_seconds`."""
     retries: int = Field(default=2, ge=0)
     """Retries of the stages that may be retried in place (generate, score, advantages, sync)."""
     recoveries: int = Field(default=5, ge=0)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rlhf_core.errors import FencedOut, IntegrityError, StaleEngine
+from rlhf_core.progress import Progress
 
 if TYPE_CHECKING:
     from rlhf_core.config.learning import GenerateConfig
@@ -161,11 +162,11 @@ def engine_environment(settings: EngineSettings) -> dict[str, str]:
 class VllmEngine:
     """One engine holding one policy version; anything asked of another version is refused."""
 
-    def __init__(self, settings: EngineSettings) -> None:
+    def __init__(self, settings: EngineSettings, progress: Progress | None = None) -> None:
         os.environ.update(engine_environment(settings))  # vLLM has no other way to be told
         from vllm import LLM
 
-        self.settings = settings
+        self.settings, self.progress = settings, progress or Progress()
         self.llm = LLM(**to_vllm_args(settings))
         self.llm.collective_rpc("rlhf_draw_by_position")
         self.version: int | None = 0  # what the model folder holds; None while an update is under way or has failed
@@ -230,6 +231,7 @@ class VllmEngine:
             if self._interrupted:
                 raise FencedOut("generation was interrupted: another driver took the engine over")
             outputs = self.llm.llm_engine.step()
+            self.progress.count("step")
             if not outputs and not self.llm.llm_engine.has_unfinished_requests():
                 raise IntegrityError(f"vLLM lost {len(started)} requests: it has none left and did not answer them")
             for output in outputs:

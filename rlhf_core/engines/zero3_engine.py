@@ -30,6 +30,7 @@ from rlhf_core.engines.rows import TokenRows, gather_rows, units_of
 from rlhf_core.engines.weights import BucketSpec, WeightsDigest, pack, plan_buckets
 from rlhf_core.errors import NumericsError
 from rlhf_core.metrics import Max, Mean, Metric, Sum, merge_metrics
+from rlhf_core.progress import Progress
 
 #: Elements of ZeRO's reduce bucket on a GPU and on a CPU. DeepSpeed's default of 5e8 would allocate 1 GB for a small model.
 _REDUCE_BUCKET, _REDUCE_BUCKET_CPU = 50_000_000, 8_000_000
@@ -99,8 +100,8 @@ def _persistence(world_size: int) -> int:
 class Zero3Engine:
     """One rank. Every method that runs the model or moves parameters must be called on all ranks."""
 
-    def __init__(self, settings: TrainerSettings) -> None:
-        self.settings = settings
+    def __init__(self, settings: TrainerSettings, progress: Progress | None = None) -> None:
+        self.settings, self.progress = settings, progress or Progress()
         if settings.optim.deterministic:
             use_deterministic_kernels(settings.device)
         _join(settings)
@@ -175,6 +176,7 @@ class Zero3Engine:
             sizes, indices = batch.lengths_K.tolist(), [row for unit in units for row in unit]
             parts = zip(indices, logprobs.cpu().split(sizes), entropy.cpu().split(sizes), strict=False)
             result.update({row: (lp, en) for row, lp, en in parts})
+            self.progress.count("micro-batch")
         engine.train()
         return result
 
@@ -268,6 +270,7 @@ class Zero3Engine:
         # DeepSpeed averages gradients over ranks; the loss is already a share of a global mean.
         self.engine.backward(loss * settings.world_size)
         self.engine.step()
+        self.progress.count("micro-batch")
         metrics["policy/loss"] = Mean(value)  # parts of ranks and micro-batches add up; _apply counts the step
         metrics["update/entropy"] = Mean(float(entropy.detach().sum()), float(entropy.numel()))
         return metrics
@@ -281,6 +284,7 @@ class Zero3Engine:
             reasons = "; ".join([f"the gradient norm is {norm} at step {self.steps + 1}", *broken])
             raise NumericsError(f"rank {self.settings.rank}: {reasons}")
         self.steps += 1
+        self.progress.count("optimizer step")
         mine = 1.0 if self.settings.rank == 0 else 0.0  # the norm is global: count it once
         return {
             "policy/loss": Mean(0.0, mine),
@@ -308,6 +312,7 @@ class Zero3Engine:
             gathered = {entry.name: self._parameters[entry.name] for entry in spec.entries}
             with zero.GatheredParameters(list(gathered.values())):
                 used = pack(spec, {name: p.detach() for name, p in gathered.items()}, flat)
+            self.progress.count("bucket")
             yield spec, used
 
     def digest(self, max_bytes: int = _LOCAL_BUCKET) -> str:
