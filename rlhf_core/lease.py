@@ -9,11 +9,13 @@ The lease saves work and gives clear errors; it is not what keeps the data safe,
 When a lease counts as free, and the clocks behind it:
 
 * its holder released it;
-* its holder ran on this host and that process is gone (process id and start time, so a reused id does not count);
-* it expired: the heartbeat's timestamp is older than its ttl by our clock. Clocks differ between hosts, and the store
-  may just be back from an outage in which nobody could write, so the heartbeat is then watched for a third of the ttl,
-  more than one beat, and a counter that still changes means a living holder. A holder whose clock runs ahead only makes
-  the takeover later, never wrong.
+* its holder ran on this host and that process is gone (process id and start, so a reused id does not count; the start is
+  counted from the boot, because clocks are set);
+* it expired: the heartbeat's timestamp is older than its ttl by our clock. Clocks differ between hosts and jump, and the
+  store may just be back from an outage in which nobody could write, so the heartbeat is then watched for a third of the
+  ttl, more than one beat, and a counter that still changes means a living holder;
+* its timestamp lies more than a ttl ahead of our clock, so that the clocks say nothing, and it stands still while it is
+  watched for a whole ttl.
 
 A holder that was silent for longer than its ttl writes a heartbeat and then looks for n + 1, in this order. Another
 driver reads the heartbeat last and then creates n + 1. So if the holder does not see n + 1, the other one either sees
@@ -32,6 +34,7 @@ import time
 import uuid
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 
@@ -48,7 +51,8 @@ from rlhf_core.searching import count_without_gaps
 _LOG = logging.getLogger(__name__)
 _BEATS_PER_TTL = 4
 _WATCH_PART = 1 / 3  # of the ttl: longer than one beat
-_START_TOLERANCE = 5.0  # seconds; the kernel's boot time, from which start times are computed, moves with the clock
+_LOOKS = 8  # at a heartbeat while it is watched
+_START_TOLERANCE = 5.0  # seconds, for claims of older releases; the kernel's boot time moves with the clock
 _ROUNDS = 16  # lost races before giving up
 
 
@@ -57,8 +61,9 @@ class Holder(Manifest):
 
     host: str
     pid: int
-    process_start: float = Field(description="Unix seconds; tells a reused process id from the holder.")
+    process_start: float = Field(description="Unix seconds by the clock of that time.")
     user: str
+    started: str = Field("", description="Boot and clock ticks since then; tells a reused process id from the holder.")
 
     @classmethod
     def current(cls) -> Holder:
@@ -69,6 +74,7 @@ class Holder(Manifest):
             pid=process.pid,
             process_start=process.create_time(),
             user=process.username(),
+            started=_started(process.pid),
         )
 
     def __str__(self) -> str:
@@ -174,7 +180,7 @@ class Lease:
                 epoch=epoch + 1,
                 holder=holder,
                 token=f"{epoch + 1:06d}-{uuid.uuid4().hex}",
-                acquired_at=time.time(),
+                acquired_at=_wall_clock(),
                 ttl_seconds=ttl_seconds,
             )
             before = time.monotonic()
@@ -280,7 +286,7 @@ class Lease:
     def _write(self, store: ObjectStore, released: bool = False) -> None:
         before = time.monotonic()  # the beat counts from when it was begun: a slow store must not lengthen the lease
         self._counter += 1
-        beat = Heartbeat(epoch=self.epoch, token=self.token, counter=self._counter, at=time.time(), released=released)
+        beat = Heartbeat(epoch=self.epoch, token=self.token, counter=self._counter, at=_wall_clock(), released=released)
         store.put(layout.heartbeat(self.claim.run, self.epoch), canonical(seal(beat).model_dump(mode="json")))
         self._written_at = before
 
@@ -312,28 +318,48 @@ def _require_free(store: ObjectStore, state: LeaseState, holder: Holder) -> None
     same_host = owner.host == holder.host
     if state.released or (same_host and not _lives(owner)):
         return
-    age = time.time() - state.last_seen
-    if age > ttl and not _still_beats(store, state):
+    age = _wall_clock() - state.last_seen
+    if abs(age) > ttl and not _still_beats(store, state, ttl * _WATCH_PART if age > 0 else ttl):
         return
     since = datetime.fromtimestamp(state.claim.acquired_at, UTC).isoformat(timespec="seconds")
     last = datetime.fromtimestamp(state.last_seen, UTC).isoformat(timespec="seconds")
-    wait = max(0.0, ttl - age)
+    wait = min(ttl, max(0.0, ttl - age))
     raise RunLocked(
         f"run {state.claim.run!r} is driven by {owner} since {since}, last heartbeat {last}. To take over, end that "
         f"process (on {owner.host}: kill {owner.pid}); if it is dead already, try again in {wait:.0f} s"
     )
 
 
-def _still_beats(store: ObjectStore, state: LeaseState) -> bool:
-    time.sleep(state.claim.ttl_seconds * _WATCH_PART)
-    later = find_record(store, layout.heartbeat(state.claim.run, state.claim.epoch), Heartbeat)
-    return later is not None and not later.released and later != state.beat
+def _still_beats(store: ObjectStore, state: LeaseState, seconds: float) -> bool:
+    for _ in range(_LOOKS):
+        time.sleep(seconds / _LOOKS)
+        later = find_record(store, layout.heartbeat(state.claim.run, state.claim.epoch), Heartbeat)
+        if later != state.beat:
+            return later is not None and not later.released
+    return False
+
+
+def _wall_clock() -> float:
+    """Unix seconds. Only compared with those of other processes, and never believed alone; all else here is monotonic."""
+    return time.time()
+
+
+def _started(pid: int) -> str:
+    """When the process was started, whatever the clock says now. psutil.NoSuchProcess if there is none."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {fields[19]}"
+    except (FileNotFoundError, ProcessLookupError):
+        raise psutil.NoSuchProcess(pid) from None
 
 
 def _lives(holder: Holder) -> bool:
     try:
         process = psutil.Process(holder.pid)
-        same = abs(process.create_time() - holder.process_start) < _START_TOLERANCE
+        if holder.started:
+            same = _started(holder.pid) == holder.started
+        else:
+            same = abs(process.create_time() - holder.process_start) < _START_TOLERANCE
         return same and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
