@@ -1,6 +1,6 @@
 """Seeded kills and store faults against real runs, compared with an undisturbed one.
 
-    python benchmarks/chaos.py OUT.json [--strikes 100] [--seed 0] [--iterations 10] [--strikes-a-run 12]
+    python benchmarks/chaos.py OUT.json [--strikes 100] [--seed 0] [--iterations 10] [--strikes-a-run 12] [--only FAULT ...]
 
 Every run ends by the documented command alone: `rlhf train` with the same words, given again whenever it fails or was killed.
 Prints a line a run and a table by fault. Nothing else needs to be quiet meanwhile: nothing here is about time.
@@ -13,23 +13,25 @@ import json
 import random
 import sys
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import asdict
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "fixtures"))
 
-from chaos import FAULTS, Proof, chaos_world
+from chaos import Proof, chaos_world
+from chaos_faults import DISK_FULL, FAULTS
 
 #: A driver's death is the commonest fault and costs nothing to overcome: it comes more often.
 WEIGHTS = {"driver": 4, "rank": 2, "engine": 2}
 
 
-def schedule(seed: int, strikes: int) -> list[str]:
+def schedule(seed: int, strikes: int, faults: Collection[str]) -> list[str]:
     """The faults in the order in which they strike."""
     chance, deck, order = random.Random(seed), [], []
     while len(order) < strikes:
         if not deck:
-            deck = [fault for fault in FAULTS for _ in range(WEIGHTS.get(fault, 1))]
+            deck = [fault for fault in faults for _ in range(WEIGHTS.get(fault, 1))]
             chance.shuffle(deck)
         order.append(deck.pop())
     return order
@@ -58,11 +60,16 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--iterations", type=int, default=10)
     parser.add_argument("--strikes-a-run", type=int, default=12)
+    parser.add_argument("--only", nargs="+", choices=FAULTS, default=list(FAULTS), metavar="FAULT")
     arguments = parser.parse_args()
-    order, results = schedule(arguments.seed, arguments.strikes * 2), []
+    results = []
     struck: Counter[str] = Counter()
     bad: Counter[str] = Counter()
     with chaos_world(arguments.iterations) as world:
+        faults = [fault for fault in arguments.only if fault != DISK_FULL or world.disk_refused is None]
+        if world.disk_refused is not None:
+            print(f"no disk can be filled here: {world.disk_refused}")
+        order = schedule(arguments.seed, arguments.strikes * 2, faults)
         world.train("calm")
         calm = Proof.of(world.store(), "calm")
         number = 0
@@ -85,7 +92,7 @@ def main() -> None:
             results.append({"passage": asdict(passage), "wrong": wrong, "tokens": proof.tokens_generated})
             arguments.out.write_text(json.dumps(results, indent=1, default=str))
     print("\n| fault | strikes | runs that ended differently |\n| --- | --- | --- |")
-    for fault in FAULTS:
+    for fault in faults:
         print(f"| {fault} | {struck[fault]} | {bad[fault]} |")
     print(f"| all | {sum(struck.values())} | {sum(bool(r['wrong']) for r in results)} |")
 
