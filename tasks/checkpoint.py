@@ -9,7 +9,7 @@ from prefect.cache_policies import NO_CACHE
 from prefect.logging import get_run_logger
 
 from rlhf_core import layout
-from rlhf_core.actors.checkpointing import SavedCheckpoint
+from rlhf_core.actors.checkpointing import SavedCheckpoint, lack_of_room
 from rlhf_core.bases import weights_of
 from rlhf_core.config import RunConfig
 from rlhf_core.manifests import CheckpointRecord, ClusterRef
@@ -36,12 +36,18 @@ def due(config: RunConfig, exact: bool, iteration: int) -> bool:
 
 @task(name="checkpoint", task_run_name="it{iteration:06d}-checkpoint", persist_result=False, cache_policy=NO_CACHE)
 def save_checkpoint(config: RunConfig, cluster: ClusterRef, iteration: int) -> None:
-    """Save policy version iteration + 1 on the ranks' disks; the upload goes on beside the next iterations."""
+    """Save policy version iteration + 1 on the ranks' disks; the upload goes on beside the next iterations.
+
+    Where a disk has no room for it, it is given up with a warning: the next one comes, and replay covers the distance.
+    """
     context = StageContext(config, cluster, iteration, attempt=uuid.uuid4().hex[:16])
     version = iteration + 1
     if find_record(context.store, layout.checkpoint_commit(context.run, version), CheckpointRecord) is not None:
         return
     publish_checkpoint(context, wait=True)  # one at a time: the next save would overwrite what the ranks know about it
+    if (lack := lack_of_room(context.trainers.call("checkpoint_room", seconds=context.deadline))) is not None:
+        get_run_logger().warning("the checkpoint of policy version %d is given up: %s", version, lack)
+        return
     context.require_lease()
     prefix = f"{layout.checkpoint_root(context.run, version)}/{context.attempt}"
     context.trainers.call("save_checkpoint", version, context.attempt, prefix, seconds=context.deadline)

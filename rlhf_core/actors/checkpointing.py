@@ -9,7 +9,9 @@ from __future__ import annotations
 import logging
 import pickle
 import shutil
+import socket
 import threading
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -40,6 +42,35 @@ class SavedCheckpoint:
     attempt: str
     files: tuple[StoredFile, ...] | None = None
     error: str | None = None
+
+
+@dataclass(frozen=True)
+class Room:
+    """What one rank's part of a checkpoint needs on its disk, and what is free there, in bytes."""
+
+    disk: str
+    """Host and device: ranks that share it have the same."""
+    folder: str
+    needed: int
+    free: int
+
+    @classmethod
+    def at(cls, folder: Path, needed: int) -> Room:
+        """For a part of about ``needed`` bytes below ``folder``."""
+        folder.mkdir(parents=True, exist_ok=True)
+        disk = f"{socket.gethostname()} {folder.stat().st_dev}"
+        return cls(disk, str(folder), needed, shutil.disk_usage(folder).free)
+
+
+def lack_of_room(rooms: Sequence[Room]) -> str | None:
+    """Which disk cannot take what the ranks want to write to it, for people; None if all can."""
+    needed: Counter[str] = Counter()
+    for room in rooms:
+        needed[room.disk] += room.needed
+    for room in rooms:
+        if needed[room.disk] > room.free:
+            return f"{room.folder} has {room.free >> 20} MiB free, it takes about {needed[room.disk] >> 20} MiB"
+    return None
 
 
 @dataclass

@@ -1,7 +1,8 @@
 """Makes finished groups durable while the engine goes on: first on the local disk, then in the object store.
 
 Two threads, so that neither encoding nor a slow store holds the engine up. What waits is bounded: when the store is down
-and the staging budget is used up, ``add`` blocks, and generation waits for the store instead of filling the disk.
+and the staging budget is used up, ``add`` blocks, and generation waits for the store instead of filling the disk. When the
+disk is full or broken, segments wait in memory instead, within the same budget.
 What lies in the staging folder when the process dies is uploaded by ``upload_leftovers`` of the next attempt on the node.
 """
 
@@ -12,6 +13,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Generic, TypeVar
 from urllib.parse import quote, unquote
@@ -49,7 +51,7 @@ class SegmentStream(Generic[T]):
         self._closing = False
         self._failure: BaseException | None = None
         self._changed = threading.Condition()
-        self._staged: queue.SimpleQueue[tuple[Shard, Path, int] | None] = queue.SimpleQueue()
+        self._staged: queue.SimpleQueue[tuple[Shard, Path | bytes, int] | None] = queue.SimpleQueue()
         self._shards: list[Shard] = []
         folder.mkdir(parents=True, exist_ok=True)
         self._threads = [
@@ -101,12 +103,22 @@ class SegmentStream(Generic[T]):
         """Cut the groups into segments, a segment for what finished within ``flush_seconds``, and write them to disk."""
         while batch := self._next_batch():
             shard, data = self._prepare(batch)
-            path = self.folder / f"{quote(shard.key, safe='')}{_SUFFIX}"
-            partial = path.with_suffix(".partial")
+            self._staged.put((shard, self._keep(shard, data), sum(self._size(group) for group in batch)))
+        self._staged.put(None)
+
+    def _keep(self, shard: Shard, data: bytes) -> Path | bytes:
+        """Where the segment waits for the store: on the disk; in memory, where the disk refuses it."""
+        path = self.folder / f"{quote(shard.key, safe='')}{_SUFFIX}"
+        partial = path.with_suffix(".partial")
+        try:
             partial.write_bytes(data)
             partial.replace(path)
-            self._staged.put((shard, path, sum(self._size(group) for group in batch)))
-        self._staged.put(None)
+        except OSError as error:
+            _LOG.warning("%s goes straight to the store: %s", shard.key, error)
+            with suppress(OSError):
+                partial.unlink(missing_ok=True)
+            return data
+        return path
 
     def _next_batch(self) -> list[T]:
         with self._changed:
@@ -121,9 +133,10 @@ class SegmentStream(Generic[T]):
 
     def _upload(self) -> None:
         while (item := self._staged.get()) is not None:
-            shard, path, size = item
-            self.store.put(shard.key, path.read_bytes())
-            path.unlink()
+            shard, kept, size = item
+            self.store.put(shard.key, kept if isinstance(kept, bytes) else kept.read_bytes())
+            if not isinstance(kept, bytes):
+                kept.unlink()
             self._shards.append(shard)
             with self._changed:
                 self._waiting -= size

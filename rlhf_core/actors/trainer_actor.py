@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from rlhf_core.actors.checkpointing import CheckpointUpload, SavedCheckpoint, discard, fetch
+from rlhf_core.actors.checkpointing import CheckpointUpload, Room, SavedCheckpoint, discard, fetch
 from rlhf_core.actors.fence import Fenced
 from rlhf_core.actors.jobs import ExperienceJob, StageResult, UpdateJob
 from rlhf_core.actors.one_thread import on_one_thread
@@ -153,6 +153,11 @@ class TrainerActor(Fenced):
         tokens = _tokens(table)
         scores = self.engine.logprobs(tokens, [[[row] for row in range(rows)]], temperature=1.0)
         return [scores[row][0].numpy() for row in range(rows)] if self.settings.rank == 0 else None
+
+    def checkpoint_room(self, epoch: int) -> Room:
+        """What ``save_checkpoint`` needs on this rank's disk. A disk that fills up inside leaves ranks in a collective."""
+        self.require_epoch(epoch)
+        return Room.at(self.staging / "checkpoints", self.engine.checkpoint_bytes())
 
     def save_checkpoint(self, epoch: int, version: int, attempt: str, prefix: str) -> None:
         """Save this rank's part locally, collective; its upload to ``prefix`` goes on in the background."""

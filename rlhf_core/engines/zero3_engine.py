@@ -39,6 +39,9 @@ _REDUCE_BUCKET, _REDUCE_BUCKET_CPU = 50_000_000, 8_000_000
 #: DeepSpeed's default of 1e9 makes that 12 bytes for every parameter of a small model.
 _SUB_GROUP = 16_000_000
 
+#: Bytes of a checkpoint for each parameter: 12, and what padding and records take.
+_CHECKPOINT_BYTES = 14
+
 #: Largest bucket of parameters that are gathered to be looked at here, in bytes. There are two buffers of this size.
 _LOCAL_BUCKET = 64 << 20
 
@@ -334,6 +337,10 @@ class Zero3Engine:
             if self.settings.rank == 0:
                 result.update({name: tensor.cpu().clone() for name, tensor in unpack(spec, flat)})
         return result if self.settings.rank == 0 else None
+
+    def checkpoint_bytes(self) -> int:
+        """About the bytes that ``save`` writes here: this rank's share of float32 weights and two moments, and some more."""
+        return _CHECKPOINT_BYTES * sum(p.ds_numel for p in self._parameters.values()) // self.settings.world_size
 
     def save(self, folder: str, tag: str) -> None:
         """Write this rank's part of a checkpoint below ``folder/tag``; collective. No ``latest`` file: it is no commit."""

@@ -14,9 +14,11 @@ import torch
 from infra.object_store import LocalObjectStore
 from rlhf_core.actors.checkpointing import (
     CheckpointUpload,
+    Room,
     SavedCheckpoint,
     fetch,
     files_of_rank,
+    lack_of_room,
     own_files,
     require_harmless,
 )
@@ -258,3 +260,32 @@ def test_digests_are_of_the_content(tmp_path):
     assert file_digest(one) == file_digest(other)
     other.write_bytes(b"x" * 99 + b"y")
     assert file_digest(one) != file_digest(other)
+
+
+MIB = 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("rooms", "lack"),
+    [
+        ([Room("a 1", "/x", 60 * MIB, 100 * MIB)], None),
+        ([Room("a 1", "/x", 120 * MIB, 100 * MIB)], "/x has 100 MiB free, it takes about 120 MiB"),
+        ([Room("a 1", "/x", 60 * MIB, 100 * MIB)] * 2, "/x has 100 MiB free, it takes about 120 MiB"),
+        ([Room("a 1", "/x", 60 * MIB, 100 * MIB), Room("b 1", "/x", 60 * MIB, 100 * MIB)], None),
+        (
+            [Room("a 1", "/x", 60 * MIB, 100 * MIB), Room("b 1", "/y", 60 * MIB, 5 * MIB)],
+            "/y has 5 MiB free, it takes about 60 MiB",
+        ),
+    ],
+    ids=["fits", "does not", "two ranks share the disk", "two disks", "one of two is full"],
+)
+def test_a_disk_without_room_is_named(rooms, lack):
+    assert lack_of_room(rooms) == lack
+
+
+def test_room_is_that_of_the_disk(tmp_path):
+    one, other = Room.at(tmp_path / "a" / "b", 5), Room.at(tmp_path / "c", 7)
+    assert one.disk == other.disk
+    assert (one.needed, other.needed) == (5, 7)
+    assert one.free > 0
+    assert lack_of_room([one, other]) is None

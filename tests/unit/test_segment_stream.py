@@ -101,6 +101,36 @@ def test_groups_become_durable_while_the_stream_is_open(tmp_path, folder):
     assert list(folder.iterdir()) == []
 
 
+def test_a_disk_that_takes_nothing_is_passed_by(tmp_path, folder, caplog):
+    store = Watched(tmp_path / "store")
+    stream = stream_to(store, folder)
+    folder.rmdir()
+    folder.write_text("no folder any more")
+    stream.add([7])
+    assert store.durable.get(timeout=PATIENCE)
+    stream.add([3])
+    shards = stream.finish()
+    assert groups_of(shards) == [[7], [3]]
+    assert [read_shard(store, shard)["sample_id"].to_pylist() for shard in shards] == [["s7"], ["s3"]]
+    assert "goes straight to the store" in caplog.text
+
+
+def test_what_waits_in_memory_is_bounded_too(tmp_path, folder):
+    store = Gated(tmp_path / "store")
+    stream = stream_to(store, folder, budget=20)
+    folder.rmdir()
+    folder.write_text("no folder any more")
+    stream.add([1])
+    assert store.entered.wait(PATIENCE)
+    stream.add([2])
+    thread, outcome = blocked(stream, [3])
+    assert outcome.empty()
+    store.gate.set()
+    thread.join(PATIENCE)
+    assert outcome.get(timeout=PATIENCE) is None
+    assert groups_of(stream.finish()) == [[1], [2], [3]]
+
+
 def test_what_finishes_soon_after_shares_a_segment(tmp_path, folder):
     stream = stream_to(LocalObjectStore(tmp_path / "store"), folder, flush_seconds=NEVER)
     for group in range(20):
