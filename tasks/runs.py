@@ -91,6 +91,7 @@ def describe_run(store_url: str, run: str, newest: int | None = None) -> RunView
         tokens_per_second=sum(speeds) / len(speeds) if speeds else None,
         export=export.folder if export else None,
         learned=lessons([r.metrics for r in done]),
+        prompts_dropped=dropped.rows if (dropped := lineage.record.prompts.dropped) else 0,
         next_step=_next_step(resume_command(run, store_url), progress.next_iteration, planned, export, started),
         stages=tuple(views),
         lineage=tuple(_origin(record) for record in lineage.records if record.parent is not None),

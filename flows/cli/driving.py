@@ -15,7 +15,9 @@ if TYPE_CHECKING:
 def store_url(url: str | None) -> str:
     """The store that a command works on."""
     if url is not None:
-        return url
+        from rlhf_core.config.base import expand_home
+
+        return expand_home(url)
     from rlhf_core.config.place import StorageConfig
 
     return StorageConfig().url

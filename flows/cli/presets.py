@@ -10,6 +10,7 @@ from importlib.resources import files
 from pathlib import Path
 
 from rlhf_core.config import RunConfig, load_config
+from rlhf_core.config.base import expand_home
 from rlhf_core.errors import ConfigError
 
 #: A run's name has 63 characters at most; the time takes 16 of them.
@@ -26,7 +27,7 @@ def load_run_config(preset: str, overrides: Sequence[str] = (), run: str | None 
 
 def find_preset(preset: str) -> Path:
     """The file of a preset: a path, or the bare name of one that comes with the project."""
-    path = Path(preset).expanduser()
+    path = Path(expand_home(preset))
     if path.is_file():
         return path
     if path.is_dir():

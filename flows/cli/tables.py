@@ -70,6 +70,7 @@ def run_header(view: RunView) -> Table:
         ("tokens/s", _number(view.tokens_per_second)),
         *((("learned from", view.learned),) if view.learned is not None else ()),
         ("exported to", view.export or "-"),
+        *([("prompts dropped", f"{view.prompts_dropped}, too long")] if view.prompts_dropped else []),
         *(("lineage" if n == 0 else "", line) for n, line in enumerate(view.lineage)),
         *(("not exact", line) for line in view.replayed),
         ("next", view.next_step),

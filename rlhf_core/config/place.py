@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from rlhf_core.config.base import Section
+from rlhf_core.config.base import LocalPath, Section
 
 
 class ResourcesConfig(Section):
@@ -35,7 +35,7 @@ class ResourcesConfig(Section):
 class StorageConfig(Section):
     """The object store that holds everything that is committed."""
 
-    url: str = Field(default=".rlhf/store", min_length=1)
+    url: LocalPath = Field(default=".rlhf/store", min_length=1)
     """A local folder or `s3://bucket/prefix`; endpoint and credentials come from the environment (`AWS_*`)."""
     flush_seconds: float = Field(default=1.0, ge=0.05, le=60)
     """Finished groups are written as one segment after at most this long."""
@@ -44,5 +44,5 @@ class StorageConfig(Section):
     keep_rollouts_hours: float | None = Field(default=None, ge=0, le=1_000_000)
     """Delete rollouts, rewards and experience of iterations that ended longer ago, once no checkpoint that is kept among the
     newest needs them and no fork or rerun shares them; left out, they stay for ever."""
-    export: str | None = None
+    export: LocalPath | None = None
     """Folder for the exported Hugging Face model; by default `.rlhf/exports/RUN`."""

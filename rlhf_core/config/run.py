@@ -156,7 +156,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
         raw = tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConfigError(f"preset {str(path)!r} does not exist") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except ValueError as error:  # not TOML, not UTF-8, or a number of too many digits
         raise ConfigError(f"preset {str(path)!r} is not TOML: {error}") from None
     for override in overrides:
         _apply_override(raw, override)
@@ -198,7 +198,7 @@ def _apply_override(raw: dict[str, Any], override: str) -> None:
         raise ConfigError(f"--set {override!r}: write section.key=value")
     try:
         value: Any = tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+    except ValueError:
         value = text  # a bare word is a string
     *parents, last = key.strip().split(".")
     node = raw

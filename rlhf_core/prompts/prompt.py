@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import datetime
 import json
-import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from decimal import Decimal
 from typing import Any
 
 from blake3 import blake3
 
 from rlhf_core.errors import PromptError
-
-#: Roles that chat templates know. A misspelled role would otherwise end up in the text the model sees.
-ROLES = ("system", "developer", "user", "assistant", "tool")
+from rlhf_core.prompts.messages import read_conversation, read_tools
+from rlhf_core.prompts.values import answer_text, column_names, columns_found, find_value, json_value
 
 
 @dataclass(frozen=True)
@@ -27,12 +23,14 @@ class Prompt:
     """Hex digest of the content; repeated prompts get `-2`, `-3`, ... in the order of the source."""
     text: str
     """The prompt as the user gave it: the string, or the last user message."""
-    messages: tuple[dict[str, str], ...] = field(default=(), hash=False)
-    """Chat messages (`role`, `content`); empty if the source had a plain string."""
+    messages: tuple[dict[str, Any], ...] = field(default=(), hash=False)
+    """Chat messages (`role`, `content`, perhaps tool calls); empty if the source had a plain string."""
     answer: str | None = None
     """Reference answer for the reward."""
     metadata: dict[str, Any] = field(default_factory=dict, hash=False)
     """The other columns, as JSON values."""
+    tools: tuple[dict[str, Any], ...] = field(default=(), hash=False)
+    """Descriptions of tools for the chat template."""
 
 
 @dataclass(frozen=True)
@@ -40,119 +38,84 @@ class Row:
     """A row as read, with its place for error messages."""
 
     place: str
-    """`line 3` or `row 3`, counted from 1."""
+    """`line 3` or `row 3`, counted from 1; with the file in front where there are several."""
     values: Mapping[str, Any]
 
 
-def content_digest(text: str, messages: Iterable[Mapping[str, str]] = ()) -> str:
+@dataclass(frozen=True)
+class Columns:
+    """Which columns hold what. `a.b` is the key `b` of the objects in column `a`."""
+
+    prompt: str = "prompt"
+    answer: str = "answer"
+    answer_required: bool = False
+    """Whether it is an error that no row has the answer's column."""
+    tools: str = "tools"
+
+
+def content_digest(
+    text: str, messages: Iterable[Mapping[str, Any]] = (), tools: Sequence[Mapping[str, Any]] = ()
+) -> str:
     """16 hex digits of the blake3 of the conversation. A plain string equals one user message of that string.
 
     Answer and metadata do not count: the same question is the same prompt. UnicodeEncodeError for a lone surrogate.
     """
-    turns = [[m["role"], m["content"]] for m in messages] or [["user", text]]
-    return blake3(json.dumps(turns, ensure_ascii=False).encode("utf-8")).hexdigest(length=8)
+    turns: list[Any] = []
+    for message in messages or [{"role": "user", "content": text}]:
+        extras = {key: value for key, value in message.items() if key not in ("role", "content")}
+        turns.append([message["role"], message["content"], *([extras] if extras else [])])
+    if tools:
+        turns.append(list(tools))
+    return blake3(json.dumps(turns, ensure_ascii=False, sort_keys=True).encode("utf-8")).hexdigest(length=8)
 
 
-def build_prompts(rows: Iterable[Row], prompt_column: str, answer_column: str, origin: str) -> list[Prompt]:
+def build_prompts(rows: Iterable[Row], columns: Columns, origin: str) -> list[Prompt]:
     """Check every row and turn it into a Prompt, in order. PromptError names ``origin`` and the bad row's place."""
     seen: Counter[str] = Counter()
     prompts: list[Prompt] = []
+    names: dict[str, None] = {}
+    answered = False
     for row in rows:
-        where = f"prompts.source = {origin!r}, {row.place}"
-        if prompt_column not in row.values:
-            raise PromptError(
-                f"{where}: no column {prompt_column!r}; columns found: {', '.join(map(repr, row.values)) or 'none'}. "
-                "Set prompts.prompt_column to the one that holds the prompt"
-            )
-        text, messages = _conversation(row.values[prompt_column], f"{where}, column {prompt_column!r}")
-        answer = _answer(row.values.get(answer_column), f"{where}, column {answer_column!r}")
-        others = {k: v for k, v in row.values.items() if k not in (prompt_column, answer_column)}
-        metadata = {str(k): _json_value(v, f"{where}, column {k!r}") for k, v in others.items()}
-        try:
-            digest = content_digest(text, messages)
-            json.dumps([answer, metadata], ensure_ascii=False).encode("utf-8")
-        except UnicodeEncodeError as error:
-            raise PromptError(
-                f"{where}: text that is not valid Unicode ({error.reason}): repair or drop the row"
-            ) from None
-        seen[digest] += 1
-        prompt_id = digest if seen[digest] == 1 else f"{digest}-{seen[digest]}"
-        prompts.append(Prompt(prompt_id, text, messages, answer, metadata))
+        prompt, has_answer = _prompt(row, columns, f"prompts.source = {origin!r}, {row.place}")
+        seen[prompt.prompt_id] += 1
+        times = seen[prompt.prompt_id]
+        prompts.append(prompt if times == 1 else _repeated(prompt, times))
+        answered = answered or has_answer
+        if not answered:
+            names.update(dict.fromkeys(column_names(row.values)))
     if not prompts:
         raise PromptError(f"prompts.source = {origin!r} has no rows: give it at least one prompt")
+    if columns.answer_required and not answered:
+        raise PromptError(
+            f"prompts.answer_column = {columns.answer!r}: no row of prompts.source = {origin!r} has such a column; "
+            f"{columns_found(columns.answer, list(names))}"
+        )
     return prompts
 
 
-def _conversation(value: Any, where: str) -> tuple[str, tuple[dict[str, str], ...]]:
-    if isinstance(value, str):
-        if not value.strip():
-            raise PromptError(f"{where}: the prompt is empty: drop the row or fill it in")
-        return value, ()
-    if not isinstance(value, list):
+def _prompt(row: Row, columns: Columns, where: str) -> tuple[Prompt, bool]:
+    """The prompt with the digest of its content as id, and whether the row has the answer's column."""
+    present, value = find_value(row.values, columns.prompt)
+    if not present:
         raise PromptError(
-            f"{where}: a prompt is a string or a list of chat messages, not {type(value).__name__} ({_short(value)})"
+            f"{where}: no column {columns.prompt!r}; {columns_found(columns.prompt, list(column_names(row.values)))}. "
+            "Set prompts.prompt_column to the one that holds the prompt"
         )
-    messages = tuple(_message(item, f"{where}, message {n}") for n, item in enumerate(value, start=1))
-    asked = [m["content"] for m in messages if m["role"] == "user"]
-    if not asked:
-        raise PromptError(f"{where}: no message with the role 'user' ({_short(value)}): a prompt needs one")
-    if messages[-1]["role"] == "assistant":
-        raise PromptError(f"{where}: the last message is from the assistant: end the prompt before the answer")
-    return asked[-1], messages
+    text, messages = read_conversation(value, f"{where}, column {columns.prompt!r}")
+    answered, value = find_value(row.values, columns.answer)
+    answer = answer_text(value, f"{where}, column {columns.answer!r}")
+    tools = read_tools(row.values.get(columns.tools), f"{where}, column {columns.tools!r}")
+    others = {k: v for k, v in row.values.items() if k not in (columns.prompt, columns.answer)}
+    metadata = {str(k): json_value(v, f"{where}, column {k!r}") for k, v in others.items()}
+    try:
+        digest = content_digest(text, messages, tools)
+        json.dumps([answer, metadata], ensure_ascii=False).encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise PromptError(f"{where}: text that is not valid Unicode ({error.reason}): repair or drop the row") from None
+    return Prompt(digest, text, messages, answer, metadata, tools), answered
 
 
-def _message(item: Any, where: str) -> dict[str, str]:
-    if not isinstance(item, Mapping):
-        raise PromptError(f"{where}: a message is an object with 'role' and 'content', not {_short(item)}")
-    extra = sorted(str(k) for k, v in item.items() if k not in ("role", "content") and v is not None)
-    if extra:
-        raise PromptError(f"{where}: unknown key {extra[0]!r}: a message has 'role' and 'content' only")
-    role, content = item.get("role"), item.get("content")
-    if role not in ROLES:
-        raise PromptError(f"{where}: role = {_short(role)}; roles are {', '.join(ROLES)}")
-    if not isinstance(content, str):
-        raise PromptError(f"{where}: content is {type(content).__name__} ({_short(content)}), not a string")
-    if not content.strip():
-        raise PromptError(f"{where}: the content is empty: drop the message or fill it in")
-    return {"role": role, "content": content}
-
-
-def _answer(value: Any, where: str) -> str | None:
-    if isinstance(value, float) and math.isnan(value):
-        return None  # how tables from pandas spell a missing number
-    if value is None or isinstance(value, str):
-        return value
-    if isinstance(value, int | float | Decimal) and not isinstance(value, bool) and math.isfinite(value):
-        return _decimal_text(value)
-    raise PromptError(f"{where}: an answer is a string or a number, not {type(value).__name__} ({_short(value)})")
-
-
-def _decimal_text(value: int | float | Decimal) -> str:
-    """Without exponent, and without the '.0' that tables give to whole numbers in a column with gaps."""
-    if value == int(value):
-        return str(int(value))
-    return format(value if isinstance(value, Decimal) else Decimal(repr(value)), "f")
-
-
-def _json_value(value: Any, where: str) -> Any:
-    """The value as JSON: dates as ISO text, decimals as text, NaN and infinities as null."""
-    if value is None or isinstance(value, str | bool | int):
-        return value
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {str(k): _json_value(v, where) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [_json_value(v, where) for v in value]
-    if isinstance(value, datetime.date | datetime.time):
-        return value.isoformat()
-    if isinstance(value, datetime.timedelta | Decimal):
-        return str(value)
-    raise PromptError(
-        f"{where}: {type(value).__name__} cannot be kept as metadata: drop the column or store it as text"
+def _repeated(prompt: Prompt, times: int) -> Prompt:
+    return Prompt(
+        f"{prompt.prompt_id}-{times}", prompt.text, prompt.messages, prompt.answer, prompt.metadata, prompt.tools
     )
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."

@@ -9,10 +9,11 @@ from blake3 import blake3
 from rlhf_core.config.data import PromptsConfig
 from rlhf_core.errors import PromptError
 from rlhf_core.prompts.arithmetic import arithmetic_rows
-from rlhf_core.prompts.prompt import Prompt, Row, build_prompts, content_digest
+from rlhf_core.prompts.prompt import Columns, Prompt, Row, build_prompts, content_digest
 from rlhf_core.prompts.readers import read_rows
+from rlhf_core.prompts.values import column_names, columns_found
 
-__all__ = ["Prompt", "load_prompts", "split_heldout"]
+__all__ = ["Prompt", "load_prompts", "missing_answers", "split_heldout"]
 
 
 def load_prompts(config: PromptsConfig, seed: int) -> list[Prompt]:
@@ -22,11 +23,22 @@ def load_prompts(config: PromptsConfig, seed: int) -> list[Prompt]:
     """
     if config.source == "arithmetic":
         made = enumerate(arithmetic_rows(config.arithmetic, seed), start=1)
-        return build_prompts((Row(f"row {n}", v) for n, v in made), "prompt", "answer", "arithmetic")
+        return build_prompts((Row(f"row {n}", v) for n, v in made), Columns(), "arithmetic")
     if config.prompt_column == config.answer_column:
         raise PromptError(f"prompts.prompt_column and prompts.answer_column are both {config.prompt_column!r}")
-    rows = read_rows(config.source, config.split)
-    return build_prompts(rows, config.prompt_column, config.answer_column, config.source)
+    # The default may be absent, for rewards that need no answer; a name that somebody chose may not.
+    required = config.answer_column != PromptsConfig().answer_column
+    columns = Columns(config.prompt_column, config.answer_column, required, config.tools_column)
+    return build_prompts(read_rows(config.source, config.split, config.config), columns, config.source)
+
+
+def missing_answers(config: PromptsConfig, prompts: Sequence[Prompt]) -> str:
+    """For a message about rewards that find no answer: that no prompt has one, and the columns there are; else empty."""
+    if any(prompt.answer is not None for prompt in prompts):
+        return ""
+    names = dict.fromkeys(name for prompt in prompts[:64] for name in column_names(prompt.metadata))
+    column = config.answer_column
+    return f". No prompt has an answer: prompts.answer_column = {column!r}; {columns_found(column, list(names))}"
 
 
 def split_heldout(prompts: Sequence[Prompt], heldout: int, seed: int) -> tuple[list[Prompt], list[Prompt]]:
@@ -36,7 +48,7 @@ def split_heldout(prompts: Sequence[Prompt], heldout: int, seed: int) -> tuple[l
     choice ranks every prompt by a hash of seed and content, so it does not depend on the order of the source, and new
     prompts in the source displace few. PromptError if nothing would be left to train on.
     """
-    keys = [content_digest(p.text, p.messages) for p in prompts]
+    keys = [content_digest(p.text, p.messages, p.tools) for p in prompts]
     distinct = set(keys)
     if heldout >= len(distinct):
         raise PromptError(

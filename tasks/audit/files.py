@@ -39,7 +39,7 @@ class Prompts:
         self._reader = reader
         self._ids: dict[str, list[str] | None] = {}
 
-    def ids(self, record: RunRecord, name: Literal["train", "heldout"]) -> list[str] | None:
+    def ids(self, record: RunRecord, name: Literal["train", "heldout", "dropped"]) -> list[str] | None:
         """Prompt ids in the order of the table; None without such a table, or, with a finding, if it is damaged."""
         shard: Shard | None = getattr(record.prompts, name)
         if shard is None:

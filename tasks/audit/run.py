@@ -81,6 +81,7 @@ class _Audit:
         for record in self.lineage.records:
             self.prompts.ids(record, "train")
             self.prompts.ids(record, "heldout")
+            self.prompts.ids(record, "dropped")
         positions, iterations = self.survey.positions, []
         count = -(-positions // len(STAGES))
         for iteration in range(count):
