@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 
 import pytest
 
 from rlhf_core.config import load_config
+from rlhf_core.prompts.messages import read_conversation
 from rlhf_core.prompts.prompt import Prompt
 from rlhf_core.rewards.loading import load_rewards, try_reward
 
-PAGES = ("README.md", "CONTRIBUTING.md", "docs/architecture.md", "docs/configuration.md", "docs/operations.md")
+PAGES = (
+    *("README.md", "CONTRIBUTING.md"),
+    *("docs/architecture.md", "docs/configuration.md", "docs/operations.md", "docs/prompts.md"),
+)
 
 
 def blocks(page: Path, language: str) -> list[str]:
@@ -28,6 +33,15 @@ def test_the_example_of_a_configuration_and_a_reward_is_valid(root, tmp_path, mo
     prompt = Prompt(prompt_id="p0", text="What is 1 + 1?", messages=None, answer="2", metadata={})
     scored = try_reward(load_rewards(config.reward), [prompt])
     assert scored.rewards == [3.0, 3.0]
+
+
+def test_the_examples_of_prompts_are_valid(root, tmp_path):
+    (preset,), (messages,) = (blocks(root / "docs" / "prompts.md", language) for language in ("toml", "python"))
+    (tmp_path / "mine.toml").write_text(preset, encoding="utf-8")
+    assert load_config(tmp_path / "mine.toml").prompts.template == {"enable_thinking": False}
+    text, read = read_conversation([ast.literal_eval(line.strip()) for line in messages.splitlines()], "the page")
+    assert text == "2 + 2?"
+    assert [message["role"] for message in read] == ["user", "user", "assistant", "tool", "user"]
 
 
 @pytest.mark.parametrize("page", PAGES)
