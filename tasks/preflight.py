@@ -79,7 +79,7 @@ def _prompts(
 ) -> tuple[RunRecord | None, list[Prompt]]:
     """The record that the run goes on with, None for one that begins; and its prompts, from the store or their source.
 
-    A run that has committed nothing would be begun anew; where its source is gone, its record serves.
+    A run that has committed nothing would be begun anew; where its source is gone, the record of this very run serves.
     """
     if existing is None:
         try:
@@ -88,7 +88,8 @@ def _prompts(
             existing = find_record(store, layout.run_record(config.run_id), RunRecord)
             if existing is None or not is_gone(config.prompts.source):
                 raise
-            check_contradictions(existing, config)
+            if contradictions(parse_config(existing.config, origin=f"run {existing.run}"), config):
+                raise
     return existing, recorded_prompts(store, existing)
 
 

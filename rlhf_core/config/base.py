@@ -29,7 +29,7 @@ def expand_home(path: str) -> str:
         return f"{scheme}{Path(local).expanduser()}"
     except RuntimeError:  # how pathlib says that it knows no such user
         user = local.partition("/")[0]
-        raise ConfigError(f"{path!r}: there is no home folder {user!r}; a folder of this name is './{user}'") from None
+        raise ConfigError(f"there is no home folder {user!r}; a folder of this name is './{user}'") from None
 
 
 #: What may name a place on this machine. Expanded where the configuration is read, so that all who use it see one path.

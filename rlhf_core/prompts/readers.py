@@ -124,8 +124,13 @@ def _check_one_kind(path: Path, source: str, taken: list[Path]) -> None:
     if (path / "README.md").exists():
         return
     known = {file.resolve() for file in taken}
-    data = (file for file in sorted(path.rglob("[!._]*")) if kind_of(file) in (".jsonl", ".parquet"))
-    left = [file for file in data if file.resolve() not in known]
+    data = (file for file in sorted(path.rglob("*")) if kind_of(file) in (".jsonl", ".parquet"))
+    hidden = (".", "__")  # what `datasets` does not look at
+    left = [
+        file
+        for file in data
+        if file.resolve() not in known and not any(p.startswith(hidden) for p in file.relative_to(path).parts)
+    ]
     if left:
         raise PromptError(
             f"prompts.source = {source!r}: the folder holds files of several kinds, such as {str(taken[0])!r} and "

@@ -138,6 +138,11 @@ def test_patterns_that_cannot_be_used(tmp_path):
 def test_a_folder_of_several_kinds_is_not_read_in_part(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(lines("x"))
     (tmp_path / "b.jsonl").write_bytes(lines("y"))
+    (tmp_path / "about.json").write_text("{}")
+    parquet(tmp_path / ".cache" / "c.parquet", "z")
+    refused(tmp_path, "about.json, line 1", "no column 'prompt'")
+    (tmp_path / "about.json").unlink()
+    assert texts(tmp_path) == ["x", "y"]
     parquet(tmp_path / "c.parquet", "z")
     refused(tmp_path, "several kinds", "c.parquet", "by a pattern")
 

@@ -120,7 +120,7 @@ def test_a_run_that_committed_nothing_goes_on_without_its_source(source, run):
     (note,) = check_before_start(run())
     assert "is gone" in note
     assert recorded(run()) == record
-    with pytest.raises(ConfigError, match=r"prompts.heldout: 2 -> 1"):
+    with pytest.raises(PromptError, match="the file does not exist"):
         check_before_start(run(heldout=1))
 
 
