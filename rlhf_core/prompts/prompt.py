@@ -76,7 +76,11 @@ def build_prompts(rows: Iterable[Row], columns: Columns, origin: str) -> list[Pr
     names: dict[str, None] = {}
     answered = False
     for row in rows:
-        prompt, has_answer = _prompt(row, columns, f"prompts.source = {origin!r}, {row.place}")
+        where = f"prompts.source = {origin!r}, {row.place}"
+        try:
+            prompt, has_answer = _prompt(row, columns, where)
+        except RecursionError:
+            raise PromptError(f"{where}: values are nested too deeply: store them as text, or drop the row") from None
         seen[prompt.prompt_id] += 1
         times = seen[prompt.prompt_id]
         prompts.append(prompt if times == 1 else _repeated(prompt, times))

@@ -59,6 +59,14 @@ def test_infinite_answers_name_their_line(tmp_path, value):
     refused(tmp_path / "p.jsonl", "line 2", "'answer'", "inf")
 
 
+@pytest.mark.parametrize("depth", [5000, 200_000])
+@pytest.mark.parametrize("column", ["prompt", "answer", "note", "tools"])
+def test_values_that_are_nested_too_deeply_name_their_line(tmp_path, depth, column):
+    deep = f'"{column}": {"[" * depth}{"]" * depth}'
+    (tmp_path / "p.jsonl").write_text(f'{{"prompt": "a"}}\n{{"prompt": "b", {deep}}}\n')
+    refused(tmp_path / "p.jsonl", "line 2")
+
+
 def test_lines_of_all_kinds(tmp_path):
     first = {"prompt": "1?\u2028Now.", "answer": 5}
     second = {"prompt": "2?\u0085Go.", "answer": 7.0, "note": None}
