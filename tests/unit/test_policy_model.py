@@ -10,6 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCau
 
 from rlhf_core.engines.policy_model import PolicyModel, exported_name, load_policy
 from rlhf_core.engines.rows import TokenRows
+from rlhf_core.errors import ModelError
 from rlhf_core.testing.tiny_model import make_tiny_model, tiny_tokenizer_folder
 
 TOLERANCE = 1e-5
@@ -187,10 +188,10 @@ def test_exported_names_are_those_of_the_checkpoint(tmp_path, tiny_folder, tied)
     assert policy.head.weight is policy.model.get_output_embeddings().weight
 
 
-def test_a_biased_output_layer_is_refused():
+def test_an_output_layer_of_an_unknown_kind_is_refused():
     model = qwen2()
-    model.set_output_embeddings(nn.Linear(32, VOCABULARY))
-    with pytest.raises(ValueError, match="output layer has a bias"):
+    model.set_output_embeddings(nn.Bilinear(32, 32, VOCABULARY))
+    with pytest.raises(ModelError, match="output layer is Bilinear"):
         PolicyModel(model)
 
 
