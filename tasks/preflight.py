@@ -88,7 +88,7 @@ def _prompts(
             existing = find_record(store, layout.run_record(config.run_id), RunRecord)
             if existing is None or not is_gone(config.prompts.source):
                 raise
-            if contradictions(parse_config(existing.config, origin=f"run {existing.run}"), config):
+            if contradictions(stored_config(existing), config):
                 raise
     return existing, recorded_prompts(store, existing)
 
