@@ -39,8 +39,11 @@ _PACKAGES = ("prefect-rlhf", "torch", "deepspeed", "transformers", "triton")
 #: Of PyTorch's message about an operation that has only a kernel that is not deterministic.
 _REFUSED = re.compile(r"^(?P<operation>\S+) does not have a deterministic implementation", re.MULTILINE)
 
-#: Rows of the self-test: groups for each rank, samples of a group, tokens of a prompt and of a response.
-_GROUPS, _SAMPLES, _PROMPT, _RESPONSE = 2, 2, 8, 24
+#: Rows of the self-test: groups for each rank, samples of a group, tokens of a prompt.
+_GROUPS, _SAMPLES, _PROMPT = 2, 2, 8
+
+#: Tokens of a response: on a GPU enough that sums are cut and added in parallel, which is what must not happen in any order.
+_RESPONSE_CPU, _RESPONSE_GPU = 24, 512
 
 
 @dataclass(frozen=True)
@@ -104,7 +107,7 @@ def self_test(engine: Zero3Engine) -> SelfTest:
             experience = _tiny_experience(engine)
             engine.step(experience, torch.arange(len(experience.tokens.prompt_lengths)))
         except RuntimeError as error:
-            raise _without_kernel(error) or error from None
+            raise missing_kernel(error) or error from None
         found.append(_state_digest(engine))
         state.load(engine)
     if _state_digest(engine) != before:
@@ -148,6 +151,7 @@ class SavedState:
 def _tiny_experience(engine: Zero3Engine) -> Experience:
     """Random tokens with advantages +1 and -1 in every group; old logprobs as the policy has them, so nothing is clipped."""
     settings = engine.settings
+    response = _response_tokens(engine)
     rows = _GROUPS * _SAMPLES * settings.world_size
     generator = torch.Generator().manual_seed(0)
 
@@ -157,12 +161,12 @@ def _tiny_experience(engine: Zero3Engine) -> Experience:
 
     prompts, prompt_offsets = tokens(_PROMPT)
     prompts = prompts[::_SAMPLES].repeat_interleave(_SAMPLES, dim=0)
-    responses, response_offsets = tokens(_RESPONSE)
+    responses, response_offsets = tokens(response)
     table = TokenRows(prompts.flatten(), prompt_offsets, responses.flatten(), response_offsets)
     groups = torch.arange(rows) // _SAMPLES
     units = units_of(list(range(rows)), groups, settings.optim.share_prompts)
     scores = engine.logprobs(table, engine.plan(table, units)[settings.rank], settings.temperature)
-    old = torch.full((rows, _RESPONSE), -1.0)
+    old = torch.full((rows, response), -1.0)
     for row, (logprobs, _) in scores.items():
         old[row] = logprobs
     sign = 1.0 - 2.0 * (torch.arange(rows) % _SAMPLES)
@@ -171,10 +175,16 @@ def _tiny_experience(engine: Zero3Engine) -> Experience:
         groups=groups,
         behaviour_logprobs=old.flatten(),
         old_logprobs=old.flatten(),
-        advantages=sign.repeat_interleave(_RESPONSE),
+        advantages=sign.repeat_interleave(response),
         scored=torch.ones(rows, dtype=torch.bool),
         ref_logprobs=old.flatten() if settings.algorithm.kl_coef > 0 else None,
     )
+
+
+def _response_tokens(engine: Zero3Engine) -> int:
+    wanted = _RESPONSE_CPU if engine.device.type == "cpu" else _RESPONSE_GPU
+    context = getattr(engine.policy.model.config.get_text_config(), "max_position_embeddings", None) or wanted + _PROMPT
+    return max(1, min(wanted, context - _PROMPT))
 
 
 def _state_digest(engine: Zero3Engine) -> list[str]:
@@ -196,7 +206,8 @@ def _from_all_ranks(mine: Any, world_size: int) -> list[Any]:
     return found
 
 
-def _without_kernel(error: RuntimeError) -> ConfigError | None:
+def missing_kernel(error: RuntimeError) -> ConfigError | None:
+    """What to say of an operation that has only a kernel that is not deterministic; None for any other error."""
     refused = _REFUSED.search(str(error))
     if refused is None:
         return None

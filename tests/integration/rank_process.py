@@ -16,7 +16,8 @@ from typing import Any
 
 
 def answer(engines: dict[str, Any], operation: str, name: str, arguments: tuple[Any, ...]) -> Any:
-    """Do one thing. ``start`` makes an engine, ``drop`` forgets it, ``get`` reads an attribute, the rest are methods."""
+    """Do one thing. ``start`` makes an engine, ``drop`` forgets it, ``get`` reads an attribute, ``self_test`` is
+    ``exactness.self_test``, the rest are methods."""
     if operation == "start":
         import transformers  # noqa: F401
 
@@ -31,6 +32,10 @@ def answer(engines: dict[str, Any], operation: str, name: str, arguments: tuple[
         return None
     if operation == "get":
         return getattr(engines[name], arguments[0])
+    if operation == "self_test":
+        from rlhf_core.engines.exactness import self_test
+
+        return self_test(engines[name])
     result = getattr(engines[name], operation)(*arguments)
     if isinstance(result, Iterator):  # buckets: the tensor is reused by the next one
         return [(spec, flat.clone()) for spec, flat in result]
