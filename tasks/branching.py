@@ -10,7 +10,6 @@ from rlhf_core.config import (
     RunConfig,
     config_fields,
     contradictions,
-    override_config,
     past_config,
     stored_config,
 )
@@ -62,8 +61,7 @@ def change_topology(store_url: str, run: str, overrides: Sequence[str]) -> RunCo
     """
     store = open_named_store(store_url)
     lineage = load_lineage(store, run)
-    before = stored_config(lineage.record)
-    config = override_config(before, overrides)
+    before, config = past_config(lineage.record), stored_config(lineage.record, overrides)
     others = [line for line in contradictions(before, config, changeable=("resources",)) if line]
     if others or config.resources == before.resources:
         what = "\n".join(f"  {line}" for line in others) or "  nothing changes"
@@ -88,7 +86,7 @@ def fork(store_url: str, run: str, iteration: int, stage: str, name: str, overri
     store = open_named_store(store_url)
     lineage = _checked(store, run, iteration, stage)
     parent = ParentRef(run=lineage.head, iteration=iteration, stage=stage)
-    config = override_config(stored_config(lineage.record), overrides)
+    config = stored_config(lineage.record, overrides)
     config = config.model_copy(update={"run": name})
     _require_shared(lineage, iteration, stage, config)
     existing = find_record(store, layout.run_record(layout.check_run(name)), RunRecord)

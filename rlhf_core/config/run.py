@@ -24,7 +24,6 @@ from rlhf_core.config.learning import (
     TrackingConfig,
 )
 from rlhf_core.config.place import ResourcesConfig, StorageConfig
-from rlhf_core.config.sampling import check_sampling
 from rlhf_core.config.upgrades import flat, new_names
 from rlhf_core.errors import ConfigError
 
@@ -159,7 +158,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     except ValueError as error:  # not TOML, not UTF-8, or a number of too many digits
         raise ConfigError(f"preset {str(path)!r} is not TOML: {error}") from None
     for override in overrides:
-        _apply_override(raw, override)
+        apply_override(raw, override)
     return parse_config(raw, origin=str(path))
 
 
@@ -169,16 +168,6 @@ def parse_config(raw: Mapping[str, Any], origin: str = "config") -> RunConfig:
         return RunConfig.model_validate(dict(raw))
     except ValidationError as error:
         raise ConfigError(f"{origin}:\n" + "\n".join(f"  {line}" for line in _explain(error))) from None
-
-
-def override_config(config: RunConfig, overrides: Sequence[str]) -> RunConfig:
-    """The configuration with ``section.key=value`` overrides. ConfigError as for a preset."""
-    raw = config.model_dump(mode="json")
-    for override in overrides:
-        _apply_override(raw, override)
-    overridden = parse_config(raw, origin="--set")
-    check_sampling(overridden.generate)
-    return overridden
 
 
 def contradictions(stored: RunConfig, wanted: RunConfig, changeable: Sequence[str] = CHANGEABLE) -> list[str]:
@@ -192,7 +181,8 @@ def contradictions(stored: RunConfig, wanted: RunConfig, changeable: Sequence[st
     ]
 
 
-def _apply_override(raw: dict[str, Any], override: str) -> None:
+def apply_override(raw: dict[str, Any], override: str) -> None:
+    """Set what ``section.key=value`` says in a plain dictionary. ConfigError if it says nothing."""
     key, equals, text = override.partition("=")
     if not equals or not key.strip():
         raise ConfigError(f"--set {override!r}: write section.key=value")

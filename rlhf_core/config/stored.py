@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, get_origin
 
 from pydantic import TypeAdapter, ValidationError
 
 from rlhf_core.config.base import Section
-from rlhf_core.config.run import RunConfig, parse_config
+from rlhf_core.config.run import RunConfig, apply_override, parse_config
+from rlhf_core.config.sampling import check_sampling
 from rlhf_core.config.upgrades import newest_schema, upgrade
-from rlhf_core.errors import IntegrityError
+from rlhf_core.errors import ConfigError, IntegrityError
 from rlhf_core.manifests import RunRecord
 
 
@@ -24,12 +25,26 @@ def upgraded_fields(record: RunRecord, **changes: Any) -> dict[str, Any]:
     return {"config": {**_upgraded(record), **changes}, "config_schema": newest_schema()}
 
 
-def stored_config(record: RunRecord) -> RunConfig:
+def stored_config(record: RunRecord, overrides: Sequence[str] = ()) -> RunConfig:
     """The configuration of a run that is to go on, with defaults for what was no knob when it was stored.
 
-    ConfigError names every key that this version does not know or allow any more, IntegrityError a newer schema.
+    ``overrides``: ``section.key=value``, as for a preset. ConfigError names every key that this version does not know or
+    allow any more, IntegrityError a newer schema.
     """
-    return parse_config(_upgraded(record), origin=f"the stored configuration of run {record.run}")
+    raw = _upgraded(record)
+    for override in overrides:
+        apply_override(raw, override)
+    if overrides:
+        config = parse_config(raw, origin=f"the stored configuration of run {record.run} with --set")
+        check_sampling(config.generate)
+        return config
+    try:
+        return parse_config(raw, origin=f"the stored configuration of run {record.run}")
+    except ConfigError as error:
+        raise ConfigError(
+            f"{error}\ncontinue it with the version that started it, or as a fork with other values: "
+            f"rlhf fork {record.run} --iteration K --from STAGE --set KEY=VALUE"
+        ) from None
 
 
 def past_config(record: RunRecord) -> RunConfig:
