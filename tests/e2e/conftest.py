@@ -80,12 +80,14 @@ class World:
         kept = {k: v for k, v in os.environ.items() if not k.startswith(FOREIGN)}
         return {**kept, **self.s3.env(), **changes}
 
-    def rlhf(self, *arguments: str, timeout: float = 120, **changes: str) -> subprocess.CompletedProcess[str]:
-        """Run the command to its end in the folder."""
+    def rlhf(
+        self, *arguments: str, timeout: float = 120, cwd: Path | None = None, **changes: str
+    ) -> subprocess.CompletedProcess[str]:
+        """Run the command to its end in the folder, or in another one, where ``services`` lead it here."""
         env = self.environment(**changes)
         return subprocess.run(
             [RLHF, *arguments],
-            cwd=self.folder,
+            cwd=cwd or self.folder,
             env=env,
             stdin=subprocess.DEVNULL,
             capture_output=True,

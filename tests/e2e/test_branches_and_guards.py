@@ -48,16 +48,6 @@ def test_a_rerun_is_a_new_revision_and_the_old_one_stays(world, fork):
     assert view["branches"] == [f"{fork}~1", fork, "a"]
 
 
-def test_a_fork_learns_with_its_own_settings(world, reference):
-    words = ("--from", "update", "--run", "slow", "--set", "optim.learning_rate=1e-5")
-    done = world.rlhf("fork", "a", "--iteration", "5", *words, timeout=240)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert world.weights("slow", 5) != world.weights("a", 5)
-    metrics = world.json("show", "slow")["iterations"][5]["metrics"]
-    assert metrics["update/learning_rate"] == pytest.approx(1e-5)
-    assert metrics["update/grad_norm"] == world.json("show", "a")["iterations"][5]["metrics"]["update/grad_norm"]
-
-
 def test_a_batch_that_is_out_of_bounds_is_left_out(world):
     words = ("--set", "iterations=2", "--set", "guards.max_grad_norm=1e-9", "--set", "guards.action=skip")
     done = world.train("guarded", *words, timeout=300)

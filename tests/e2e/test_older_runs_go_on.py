@@ -6,15 +6,10 @@ Every one of them goes on from a checkpoint: replaying would ask for the hardwar
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
 from tests.fixtures.older_runs import ARCHIVES, unpack
-
-RLHF = str(Path(sys.executable).with_name("rlhf"))
 
 
 @pytest.fixture(scope="module", params=ARCHIVES, ids=lambda path: path.name.partition(".")[0])
@@ -23,18 +18,7 @@ def older(request, world, tmp_path_factory):
     folder = unpack(request.param, tmp_path_factory.mktemp("older"))
 
     def rlhf(*arguments):
-        command = [RLHF, *arguments]
-        env = world.environment(**world.services)
-        done = subprocess.run(
-            command,
-            cwd=folder,
-            env=env,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=300,
-            check=False,
-        )
+        done = world.rlhf(*arguments, cwd=folder, timeout=300, **world.services)
         assert done.returncode == 0, done.stdout + done.stderr
         return done
 
@@ -48,13 +32,18 @@ def contents(folder):
     return {path: path.read_bytes() for path in store.rglob("*") if path.is_file() and "lease" not in path.parts}
 
 
-@pytest.mark.parametrize(("run", "iterations"), [("old", 6), ("forked", 4)])
-def test_a_run_is_finished(older, run, iterations):
+@pytest.mark.parametrize(
+    ("run", "rates"),
+    [("old", [1e-3] * 6), ("forked", [1e-3] * 2 + [5e-4] * 2)],
+)
+def test_a_run_is_finished(older, run, rates):
+    """``rates``: the learning rate of each iteration. A fork learns with its own settings from its first stage on."""
     before = contents(older.folder)
     done = older("resume", run)
     assert "loaded the checkpoint of policy version" in done.stdout + done.stderr
     shown = json.loads(older("show", run, "--json").stdout)
-    assert (shown["state"], shown["iterations_done"], shown["policy_version"]) == ("complete", iterations, iterations)
+    assert (shown["state"], shown["iterations_done"], shown["policy_version"]) == ("complete", len(rates), len(rates))
+    assert [i["metrics"]["update/learning_rate"] for i in shown["iterations"]] == pytest.approx(rates)
     view = json.loads(older("audit", run, "--json").stdout)
     assert view["proven"], view["damage"]
     after = contents(older.folder)
