@@ -100,6 +100,11 @@ def _try_rewards(config: RunConfig, prompts: list[Prompt]) -> None:
         raise RewardError(f"{error}{missing_answers(config.prompts, prompts)}") from error
 
 
+def has_begun(store: ObjectStore, config: RunConfig) -> bool:
+    """Whether the run has committed anything or shares what others did: what it was started with is fixed then."""
+    return _started(store, config) is not None
+
+
 def _started(store: ObjectStore, config: RunConfig) -> RunRecord | None:
     """The record of a run that has committed a stage or an evaluation, or shares some: one without may change its mind."""
     record = find_record(store, layout.run_record(head_of(store, config.run_id)), RunRecord)

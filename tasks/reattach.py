@@ -13,7 +13,8 @@ from rlhf_core.bases import newest_base, weights_of
 from rlhf_core.config import RunConfig
 from rlhf_core.errors import RLHFError
 from rlhf_core.manifests import ClusterRef
-from tasks.context import StageContext, patience_of
+from tasks.context import StageContext, open_run_store, patience_of
+from tasks.preflight import has_begun
 from tasks.progress import load_progress
 from tasks.sync import push_weights
 
@@ -69,8 +70,14 @@ def _weights(context: StageContext, version: int) -> str | None:
 
 
 def claim_intact(config: RunConfig, cluster: ClusterRef, where: Position) -> Kept:
-    """Claim the actors that live and answer, wait for what they still run, and say which of them the run can go on with."""
-    living = set(statuses((*cluster.trainers, *cluster.engines, *cluster.rewards), cluster.namespace, _ANSWER_SECONDS))
+    """Claim the actors that live and answer, wait for what they still run, and say which of them the run can go on with.
+
+    Before anything is committed the configuration, the model or a file may have changed since an earlier driver made its
+    actors, so none of those is kept.
+    """
+    answered = statuses((*cluster.trainers, *cluster.engines, *cluster.rewards), cluster.namespace, _ANSWER_SECONDS)
+    ours = {name for name, status in answered.items() if status["epoch"] == cluster.epoch}
+    living = set(answered) if has_begun(open_run_store(config), config) else ours
     shared = cluster.device == "gpu" and config.resources.colocate
     whole = set(cluster.trainers) <= living
     if not whole or (shared and not set(cluster.engines) <= living):
