@@ -7,6 +7,7 @@ libraries themselves and do not appear here.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
 from pydantic import Field, field_validator
@@ -32,6 +33,26 @@ class Settings(BaseSettings):
         return home.expanduser().resolve()
 
 
+#: What programs expect of any shell: where things are, how to speak, and how to reach the network.
+_SHELL = (
+    *(
+        "PATH",
+        "HOME",
+        "USER",
+        "LOGNAME",
+        "SHELL",
+        "LANG",
+        "LANGUAGE",
+        "TZ",
+        "TMPDIR",
+        "XDG_CACHE_HOME",
+        "XDG_CONFIG_HOME",
+    ),
+    *("PYTHONPATH", "VIRTUAL_ENV", "LD_LIBRARY_PATH", "SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE"),
+    *("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY", "http_proxy", "https_proxy", "all_proxy", "no_proxy"),
+)
+
+
 def load_settings() -> Settings:
     """The settings as the environment gives them now."""
     return Settings()
@@ -40,3 +61,13 @@ def load_settings() -> Settings:
 def inherited_environment() -> dict[str, str]:
     """A copy of this process's environment, as the base of a child's."""
     return dict(os.environ)
+
+
+def shell_environment(names: Iterable[str]) -> dict[str, str]:
+    """The variables that any program expects, ``LC_*`` with them, and those of ``names``; what is not set is left out.
+
+    No GPU can be seen unless a name says so: the GPUs belong to the policy.
+    """
+    wanted = {*_SHELL, *names}
+    found = {name: value for name, value in os.environ.items() if name in wanted or name.startswith("LC_")}
+    return {"CUDA_VISIBLE_DEVICES": ""} | found

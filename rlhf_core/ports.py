@@ -62,11 +62,16 @@ class ObjectStore(Protocol):
 
 
 class RewardFunction(Protocol):
-    """Scores completions. Pure: the same inputs give the same scores.
+    """Scores completions. Pure: the same inputs give the same scores. May be ``async``.
 
     Called with keyword arguments as parallel lists of one length N: ``prompts`` (text of the prompt as the user gave
-    it), ``completions`` (decoded response text, special tokens removed), ``answers`` (the prompt's answer column or
-    None) and ``metadata`` (the prompt's other columns as dicts). Returns N floats, or N RewardResult.
+    it), ``completions`` (decoded response text, without special tokens unless `reward.special_tokens` is set), ``answers``
+    (the prompt's answer column or None) and ``metadata`` (the prompt's other columns as dicts). One whose signature names
+    them also gets ``completion_ids`` (lists of the response's token ids, special ones included) and ``finish_reasons``
+    (``stop`` or ``length``). Returns N floats or RewardResult; None for a row that it has nothing to say about.
+
+    Called, before the run and in each worker, on the main thread of a process of its own, with one event loop that is kept, in
+    the folder of the command, with the usual variables of a shell and those of `reward.environment`.
     """
 
     def __call__(
@@ -76,4 +81,4 @@ class RewardFunction(Protocol):
         completions: list[str],
         answers: list[str | None],
         metadata: list[dict[str, Any]],
-    ) -> Sequence[float | RewardResult]: ...
+    ) -> Sequence[float | RewardResult | None]: ...

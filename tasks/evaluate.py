@@ -9,14 +9,18 @@ from prefect.cache_policies import NO_CACHE
 
 from rlhf_core import layout
 from rlhf_core.actors.group import gather
+from rlhf_core.actors.jobs import EvaluateJob
 from rlhf_core.config import RunConfig
 from rlhf_core.engines.vllm_engine import Sampling
-from rlhf_core.manifests import ClusterRef, EvaluationRecord
-from rlhf_core.metrics import values
+from rlhf_core.manifests import ClusterRef, EvaluationRecord, Shard
+from rlhf_core.metrics import merge_metrics, values
 from rlhf_core.records import commit_record, find_record
-from tasks.context import StageContext
+from tasks.context import StageContext, split
 from tasks.handover import to_engines
-from tasks.rewards import reward_for_workers
+from tasks.rewards import conditions, reward_for_workers
+
+#: Answers of each kind that the record keeps for people.
+_SAMPLES = 8
 
 
 @task(name="evaluate", task_run_name="evaluate-v{version}", persist_result=False, cache_policy=NO_CACHE)
@@ -37,10 +41,11 @@ def evaluate(config: RunConfig, cluster: ClusterRef, version: int) -> Evaluation
     if config.evaluation.samples_per_prompt:
         kinds["sampled"] = Sampling.of(config.generate, config.evaluation.samples_per_prompt, logprobs=False)
     for kind, sampling in kinds.items():
-        scored = _sample_and_score(context, version, sampling)
-        metrics |= {f"{kind}/{name}": v for name, v in values(scored["metrics"]).items()}
-        metrics[f"{kind}/reward"] = metrics.pop(f"{kind}/reward/mean")
-        samples += [{"kind": kind, **sample} for sample in scored["samples"]]
+        scored = _sample_and_score(context, context.prompts.heldout, version, sampling)
+        # Where nothing was scored there is no mean, and readers say so.
+        metrics |= {_name(kind, name): v for name, v in values(merge_metrics(s["metrics"] for s in scored)).items()}
+        shown = [sample for part in scored for sample in part["samples"]]
+        samples += [{"kind": kind, **sample} for sample in shown[:_SAMPLES]]
     record = EvaluationRecord(
         run=context.lineage.branch_of_version(version),
         name=layout.version_name(version),
@@ -52,11 +57,22 @@ def evaluate(config: RunConfig, cluster: ClusterRef, version: int) -> Evaluation
     return commit_record(context.store, key, record)[0]
 
 
-def _sample_and_score(context: StageContext, version: int, sampling: Sampling) -> dict[str, Any]:
-    """The responses go from the engine to a reward worker without passing through this process."""
-    heldout, epoch = context.prompts.heldout, context.cluster.epoch
-    engine, worker = context.engines.handles[0], context.rewards.handles[0]
-    responses = engine.evaluate.remote(epoch, version, heldout, sampling, context.config.seed)
-    scored = worker.score_table.remote(epoch, reward_for_workers(context.config), heldout, responses)
+def _name(kind: str, metric: str) -> str:
+    return f"{kind}/reward" if metric == "reward/mean" else f"{kind}/{metric}"
+
+
+def _sample_and_score(context: StageContext, heldout: Shard, version: int, sampling: Sampling) -> list[dict[str, Any]]:
+    """All engines answer, then all reward workers score. The responses do not pass through this process."""
+    cluster, config = context.cluster, context.config
+    responses = [
+        engine.evaluate.remote(cluster.epoch, version, heldout, rows, sampling, config.seed)
+        for engine, rows in zip(context.engines.handles, split(heldout.rows, len(cluster.engines)), strict=True)
+    ]
+    reward, around = reward_for_workers(config), conditions(config)
+    parts = split(heldout.rows * sampling.samples, len(cluster.rewards))
+    scored = [
+        worker.score_tables.remote(cluster.epoch, EvaluateJob(heldout, rows, reward, around), *responses)
+        for worker, rows in zip(context.rewards.handles, parts, strict=True)
+    ]
     watch = context.engines.watch(beside=context.rewards)
-    return gather([scored], [context.cluster.rewards[0]], "evaluate", context.deadline, watch)[0]
+    return gather(scored, cluster.rewards, "evaluate", context.deadline, watch)

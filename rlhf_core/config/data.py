@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
@@ -84,9 +84,16 @@ class RewardConfig(Section):
     clip: float | None = Field(default=None, gt=0)
     """Bound on the absolute value of the total reward, applied before the group baseline."""
     timeout_seconds: float = Field(default=60.0, gt=0)
-    """Longest one call of a reward function may take."""
+    """Longest one call of a reward function, or its import, may take; then its process is ended and the run stops."""
     batch_size: int = Field(default=256, ge=1)
     """Rows handed to a reward function at once."""
+    retries: int = Field(default=3, ge=0, le=100)
+    """How often rows that a function answered with `failed_infra` are asked again, after pauses of 1, 2, 4, ... seconds."""
+    special_tokens: bool = False
+    """Keep special tokens in the text that reward functions get and that is stored and shown."""
+    environment: tuple[Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")], ...] = ()
+    """Names of environment variables of the command (or flow run) that reward functions see, beside the usual ones of a shell
+    (`PATH`, `HOME`, proxies, ...). Values travel with each call and are stored nowhere."""
 
     @field_validator("functions")
     @classmethod

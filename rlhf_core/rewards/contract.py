@@ -31,3 +31,7 @@ class RewardResult:
                 f"RewardResult(value={self.value!r}, status={self.status!r}): "
                 "a value goes with the status 'ok', and only with it"
             )
+
+
+#: What a function says of one row. None: it has nothing to say, and the other functions decide alone.
+Answer = RewardResult | None

@@ -1,4 +1,4 @@
-"""From the name of a reward function to the function, with every mistake found before a model loads."""
+"""From the name of a reward function to the function. Runs in the reward host, beside the user's code."""
 
 from __future__ import annotations
 
@@ -7,34 +7,37 @@ import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from blake3 import blake3
 
-from rlhf_core.config.data import RewardConfig
 from rlhf_core.errors import RewardError
-from rlhf_core.prompts.prompt import Prompt
+from rlhf_core.rewards.calling import describe_error
 from rlhf_core.rewards.rules import BUILTIN
-from rlhf_core.rewards.scoring import LoadedReward, ScoredBatch, describe_error, score_batch
 
 ARGUMENTS = ("prompts", "completions", "answers", "metadata")
+#: Handed to functions whose signature names them.
+OPTIONAL = ("completion_ids", "finish_reasons")
+
+#: Modules of files, by path and content.
+_LOADED: dict[str, ModuleType] = {}
 
 
-def load_rewards(config: RewardConfig) -> list[LoadedReward]:
-    """Resolve every function of the config, in its order. RewardError for the first that cannot be used.
+@dataclass(frozen=True)
+class Resolved:
+    """A reward function ready to call."""
 
-    Functions from a file live in this process only: load them again in every worker, do not pickle them.
-    """
-    return [
-        LoadedReward(f.name or f.function.rpartition(":")[2], f.weight, resolve_reward(f.function, f.options))
-        for f in config.functions
-    ]
+    function: Callable[..., Any]
+    """With its options bound."""
+    asks_for: tuple[str, ...]
+    """The names in ``OPTIONAL`` that it takes."""
 
 
-def resolve_reward(function: str, options: Mapping[str, Any]) -> Callable[..., Any]:
+def resolve_reward(function: str, options: Mapping[str, Any]) -> Resolved:
     """The function named ``builtin:NAME``, ``package.module:attribute`` or ``path/to/file.py:attribute``, with options
     bound. RewardError with the reason if it cannot be imported, is not callable or does not take the arguments."""
     origin, colon, attribute = function.rpartition(":")
@@ -52,43 +55,8 @@ def resolve_reward(function: str, options: Mapping[str, Any]) -> Callable[..., A
             if not hasattr(found, part):
                 raise RewardError(f"reward function {function!r}: {origin!r} has no attribute {attribute!r}")
             found = getattr(found, part)
-    _check_callable(function, found, options)
-    return functools.partial(found, **options)
-
-
-def try_reward(functions: Sequence[LoadedReward], prompts: Sequence[Prompt]) -> ScoredBatch:
-    """Score two sample rows (real prompts, the answer as completion) with every function, and return the scores.
-
-    RewardError if a function raises, breaks its contract, fails on infrastructure, or calls all of these rows and then
-    64 more rows of the source invalid: nothing could be learned then.
-    """
-    answered = [p for p in prompts if p.answer is not None] or list(prompts)
-    if not answered:
-        raise RewardError("there are no prompts to try the reward functions on")
-    scored = _try(functions, (answered * 2)[:2])
-    for reward in functions:
-        alone = [LoadedReward(reward.name, reward.weight, reward.function)]
-        single = _try(alone, answered[:: max(1, len(answered) // 64)][:64]) if "ok" not in scored.status else scored
-        if "ok" in single.status:
-            continue
-        raise RewardError(
-            f"reward function {reward.name!r} scored none of {len(single.status)} sample rows; the first: "
-            f"{single.status[0]}: {single.error[0] or 'no reason given'}. Check the function, prompts.answer_column "
-            "and the servers that the function calls"
-        )
-    return scored
-
-
-def _try(functions: Sequence[LoadedReward], rows: Sequence[Prompt]) -> ScoredBatch:
-    return score_batch(
-        functions,
-        sample_ids=[f"trial of prompt {p.prompt_id}" for p in rows],
-        prompts=[p.text for p in rows],
-        completions=["A sample completion." if p.answer is None else p.answer for p in rows],
-        answers=[p.answer for p in rows],
-        metadata=[p.metadata for p in rows],
-        clip=None,
-    )
+    asks_for = _check_callable(function, found, options)
+    return Resolved(functools.partial(found, **options), asks_for)
 
 
 def _import(function: str, origin: str) -> ModuleType:
@@ -100,17 +68,16 @@ def _import(function: str, origin: str) -> ModuleType:
                 f"reward function {function!r}: the file {str(Path(origin).expanduser().absolute())!r} does not exist"
             ) from None
         raise RewardError(f"reward function {function!r} cannot be imported: {describe_error(error)}") from error
-    except (Exception, SystemExit) as error:  # boundary: foreign code runs here and may raise anything
+    except BaseException as error:  # boundary: foreign code runs here and may raise anything, SystemExit too
         raise RewardError(f"reward function {function!r} cannot be imported: {describe_error(error)}") from error
 
 
 def _load_file(origin: str) -> ModuleType:
     path = Path(origin).expanduser().absolute()
-    # Path and content in the name: an edited file is another module, and no name can hide an installed package.
     digest = blake3(str(path).encode() + b"\0" + path.read_bytes()).hexdigest(length=8)
-    name = f"rlhf_reward_{path.stem}_{digest}"
-    if name in sys.modules:
-        return sys.modules[name]
+    if digest in _LOADED:
+        return _LOADED[digest]
+    name = path.stem if _is_free(path) else f"rlhf_reward_{path.stem}_{digest}"
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise ImportError(f"no loader for {path}")
@@ -121,24 +88,38 @@ def _load_file(origin: str) -> ModuleType:
     except BaseException:
         del sys.modules[name]
         raise
+    _LOADED[digest] = module
     return module
 
 
-def _check_callable(function: str, found: Any, options: Mapping[str, Any]) -> None:
+def _is_free(path: Path) -> bool:
+    """Whether the file may be the module of its own name, as files beside it and processes it starts would import it: only
+    where that name hides nothing."""
+    if not path.stem.isidentifier() or path.stem in sys.modules:
+        return False
+    spec = importlib.util.find_spec(path.stem)
+    return spec is not None and spec.origin == str(path)
+
+
+def _check_callable(function: str, found: Any, options: Mapping[str, Any]) -> tuple[str, ...]:
     if inspect.isclass(found) or not callable(found):
         kind = "a class; name an instance or a function" if inspect.isclass(found) else f"a {type(found).__name__}"
         raise RewardError(f"reward function {function!r} is not callable with a batch: it is {kind}")
-    clash = sorted(set(options) & set(ARGUMENTS))
+    clash = sorted(set(options) & {*ARGUMENTS, *OPTIONAL})
     if clash:
         raise RewardError(
             f"reward function {function!r}: the option {clash[0]!r} is the name of an argument; rename it"
         )
+    asks_for: tuple[str, ...] = ()
     try:
         signature = inspect.signature(found)
-        signature.bind(**dict.fromkeys(ARGUMENTS), **options)
+        named = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        asks_for = tuple(n for n, p in signature.parameters.items() if n in OPTIONAL and p.kind in named)
+        signature.bind(**dict.fromkeys((*ARGUMENTS, *asks_for)), **options)
     except (TypeError, ValueError) as error:
         wanted = ", ".join([*ARGUMENTS, *options])
         raise RewardError(
             f"reward function {function!r} must take the keyword arguments {wanted}: {error}. "
             "Write def NAME(*, prompts, completions, answers, metadata, ...)"
         ) from error
+    return asks_for

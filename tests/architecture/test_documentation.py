@@ -8,10 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from infra.settings import shell_environment
 from rlhf_core.config import load_config
 from rlhf_core.prompts.messages import read_conversation
 from rlhf_core.prompts.prompt import Prompt
-from rlhf_core.rewards.loading import load_rewards, try_reward
+from rlhf_core.rewards.host import Conditions
+from rlhf_core.rewards.trial import try_reward
 
 PAGES = (
     *("README.md", "CONTRIBUTING.md"),
@@ -31,7 +33,7 @@ def test_the_example_of_a_configuration_and_a_reward_is_valid(root, tmp_path, mo
     monkeypatch.chdir(tmp_path)
     config = load_config("mine.toml")
     prompt = Prompt(prompt_id="p0", text="What is 1 + 1?", messages=None, answer="2", metadata={})
-    scored = try_reward(load_rewards(config.reward), [prompt])
+    scored = try_reward(config.reward, Conditions(str(tmp_path), shell_environment(())), [prompt], lambda: tmp_path)
     assert scored.rewards == [3.0, 3.0]
 
 

@@ -231,12 +231,26 @@ def test_s3_bucket_that_does_not_exist(refused, s3):
         (f"{FIXTURES}/e2e_rewards.py:raises", ["'raises' raised ZeroDivisionError", "e2e_rewards.py, line"]),
         (f"{FIXTURES}/e2e_rewards.py:nan", ["'nan'", "nan", "sample"]),
         (f"{FIXTURES}/e2e_rewards.py:one_short", ["'one_short' returned 1 values for 2 rows"]),
+        (
+            f"{FIXTURES}/e2e_rewards.py:leaves",
+            ["'leaves' raised SystemExit: no key for the judge", "e2e_rewards.py, line"],
+        ),
         (f"{FIXTURES}/e2e_rewards.py:needs_marker", ["needs_marker", "'marker'"]),
     ],
-    ids=["module", "file", "builtin", "attribute", "raises", "nan", "length", "option"],
+    ids=["module", "file", "builtin", "attribute", "raises", "nan", "length", "leaves", "option"],
 )
 def test_reward_function_that_cannot_be_used(refused, function, words):
     has(refused(f'reward.functions=[{{function = "{function}"}}]'), *words)
+
+
+def test_reward_function_that_never_answers(refused):
+    function = f'reward.functions=[{{function = "{FIXTURES}/e2e_rewards.py:hangs"}}]'
+    message = refused(function, "reward.timeout_seconds=2")
+    has(message, "'hangs' gave no answer within 2 s (reward.timeout_seconds) on 2 rows")
+
+
+def test_reward_variable_that_is_not_set(refused):
+    has(refused('reward.environment=["NO_SUCH_KEY"]'), "reward.environment names NO_SUCH_KEY", "not set here")
 
 
 # Runs that exist
