@@ -83,7 +83,7 @@ def repaired(world, folder, hanging):
 
 def test_a_function_that_hangs_in_a_worker_ends_at_its_deadline(world, hanging):
     done, actors = hanging
-    assert done.returncode not in (0, 2)
+    assert done.returncode != 0
     assert "reward function 'judge' gave no answer within 20 s (reward.timeout_seconds) on 4 rows" in done.stderr
     assert len(actors) == 5
 
