@@ -58,6 +58,7 @@ def _iterate(config: RunConfig, driver: Driver) -> RunSummary:
         return driver.finish()
     cluster = driver.start_cluster()
     if driver.at_start():
+        cluster = driver.persevere(cluster, driver.check_parity)
         cluster = driver.persevere(cluster, lambda c: evaluate(config, c, version=0))
     for k in driver.pending():
         cluster = driver.persevere(cluster, partial(run_iteration, config, iteration=k))

@@ -8,6 +8,7 @@
         bases/{version}/{number}.json                   put-if-absent: weights of a version that a replay could not reproduce
         base.json                                       the same at the version that the branch begins with, format 2 only
         environments/{id}.json                          put-if-absent: what the bits of updates depend on
+        parity.json                                     put-if-absent: trainer and engines agree with the plain model
         children/{branch}.json                          put-if-absent: who shares the stages of this branch, and up to where
         lease/{epoch}.json, lease/{epoch}.beat.json     who drives the run; below the name
         prompts/{name}
@@ -120,6 +121,11 @@ def bases(run: str) -> str:
 def environment(run: str, name: str) -> str:
     """The record of what the bits of updates depend on."""
     return f"{run_root(run)}/environments/{check_name(name, 'environment')}.json"
+
+
+def parity(run: str) -> str:
+    """The record that trainer and engines compute the plain model's function, in which layouts."""
+    return f"{run_root(run)}/parity.json"
 
 
 def revision(run: str, number: int) -> str:

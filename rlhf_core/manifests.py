@@ -130,6 +130,24 @@ class EnvironmentRecord(Manifest):
     digest: str = ""
 
 
+class ParityRecord(Manifest):
+    """``parity.json``: before the first iteration, trainer and engines computed what the plain transformers model computes."""
+
+    format: int = FORMAT_VERSION
+    run: str
+    dtype: str
+    share_prompts: bool = Field(description="Whether samples may share their prompt: the layout agrees.")
+    reason: str = Field(default="", description="Why they may not.")
+    plain: bool = Field(description="Whether the plain model was there; else the trainer's padded rows stood for it.")
+    bound: tuple[float, float] = Field(
+        description="Largest mean gap, over all tokens and over those of one row, in nats."
+    )
+    gaps: dict[str, tuple[float, float]] = Field(description="What was compared with the plain model -> both gaps.")
+    rows: int
+    seconds: float
+    digest: str = ""
+
+
 class GuardRecord(Manifest):
     """``GUARD.json``: an update of this iteration went out of bounds and was rolled back; the batch is to be left out."""
 

@@ -7,6 +7,7 @@ from rlhf_core.manifests import StageManifest
 from rlhf_core.metrics import merge_metrics, united, values
 from tasks.context import StageContext
 from tasks.handover import to_trainers
+from tasks.layouts import learn_settings
 from tasks.stage import manifest_of, stage_task
 
 
@@ -21,7 +22,7 @@ def advantages(context: StageContext) -> StageManifest:
         rollouts=rollouts,
         rewards=rewards,
         version=rollouts.policy_version,
-        learn=config.learn,
+        learn=learn_settings(context, config),
     )
     to_trainers(context)
     results: list[StageResult] = context.trainers.call("experience", job, seconds=context.deadline)

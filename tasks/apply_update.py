@@ -10,6 +10,7 @@ from rlhf_core.manifests import StageManifest
 from rlhf_core.metrics import merge_metrics, united, values
 from tasks.context import StageContext
 from tasks.handover import to_trainers
+from tasks.layouts import learn_settings
 from tasks.stage import manifest_of
 
 
@@ -28,7 +29,7 @@ def apply_update(context: StageContext, skipped: str | None = None) -> StageMani
         experience=experience,
         groups=config.generate.prompts_per_iteration,
         version=rollouts.policy_version,
-        learn=config.learn,
+        learn=learn_settings(context, config),
         skipped=skipped is not None,
     )
     to_trainers(context)

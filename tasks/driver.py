@@ -16,7 +16,7 @@ from prefect.runtime import flow_run
 from infra.object_store import bare_store
 from infra.ray_cluster import reconnect
 from rlhf_core.config import RunConfig
-from rlhf_core.errors import CapacityError, StaleEngine, WorkerError, WorkerFault
+from rlhf_core.errors import CapacityError, StaleEngine, UserError, WorkerError, WorkerFault
 from rlhf_core.lease import Holder, Lease
 from rlhf_core.lineage import Lineage, load_lineage
 from rlhf_core.manifests import ClusterRef, RunSummary
@@ -25,6 +25,7 @@ from tasks.cluster import start_cluster, stop_actors
 from tasks.context import StageContext, open_run_store
 from tasks.export import find_export
 from tasks.names import namespace_of
+from tasks.parity import parity
 from tasks.preflight import check_before_start
 from tasks.progress import load_progress
 from tasks.reporting import report_summary, show_progress, start_progress
@@ -121,6 +122,14 @@ class Driver:
     def at_start(self) -> bool:
         """Whether no update was ever committed: only then the engines serve the starting policy."""
         return load_progress(self.lease.store, self.lineage).policy_version == 0
+
+    def check_parity(self, cluster: ClusterRef) -> None:
+        """Trainer and engines compute the plain model's function, or the run ends here, with its actors."""
+        try:
+            parity(self.config, cluster)
+        except UserError:
+            stop_actors(self.config)
+            raise
 
     def evaluates_after(self, iteration: int) -> bool:
         """Whether the policy after this iteration is evaluated: the last one always is."""

@@ -107,11 +107,12 @@ def has_begun(store: ObjectStore, config: RunConfig) -> bool:
 
 
 def _started(store: ObjectStore, config: RunConfig) -> RunRecord | None:
-    """The record of a run that has committed a stage or an evaluation, or shares some: one without may change its mind."""
+    """The record of a run that has committed something or shares something: one without may change its mind."""
     record = find_record(store, layout.run_record(head_of(store, config.run_id)), RunRecord)
     if record is None or record.parent is not None:
         return record
     first = (
+        layout.parity(config.run_id),
         layout.stage_commit(config.run_id, 0, "generate"),
         layout.evaluation(config.run_id, layout.version_name(0)),
     )

@@ -15,6 +15,7 @@ from rlhf_core.errors import AgreementError
 from rlhf_core.manifests import StageManifest
 from rlhf_core.metrics import united
 from tasks.context import StageContext
+from tasks.layouts import learn_settings, probe_bound
 from tasks.stage import manifest_of, stage_task
 
 
@@ -67,27 +68,30 @@ def _sinks(context: StageContext, trainers: ActorGroup, engines: ActorGroup) -> 
 def probe(context: StageContext, version: int) -> dict[str, float]:
     """Mean and maximum absolute logprob difference between trainer and engines on rollouts of this iteration.
 
-    Both at temperature 1, over the response tokens. AgreementError, with the figures, above the tolerance.
+    Both at temperature 1, over the response tokens; the trainer in the layout of its updates. AgreementError, with the figures,
+    above the tolerance.
     """
     count = min(context.config.sync.probe_sequences, context.config.rows)
     if not count:
         return {}
     rollouts = context.stage("generate")
-    trained = context.trainers.call("probe", version, rollouts, count, seconds=context.deadline)[0]
+    learn = learn_settings(context, context.config)
+    trained = context.trainers.call("probe", version, rollouts, count, learn, seconds=context.deadline)[0]
     table = read_rows(context.store, [rollouts], columns=["prompt_ids", "response_ids"], rows=range(count))
     prompts, responses = table["prompt_ids"].to_pylist(), table["response_ids"].to_pylist()
     sequences = [p + r for p, r in zip(prompts, responses, strict=True)]
     answers = context.engines.call("sequence_logprobs", version, sequences, seconds=context.deadline)
+    tolerance = probe_bound(context)
     worst: dict[str, Any] = {"mean": 0.0, "max": 0.0}
     for engine, scores in zip(context.cluster.engines, answers, strict=True):
         served = [s[len(p) - 1 :] for s, p in zip(scores, prompts, strict=True)]
         gap = np.abs(np.concatenate([s - t[: len(s)] for s, t in zip(served, trained, strict=True)]))
         mean, largest = float(gap.mean()), float(gap.max())
-        if not mean <= context.config.probe_tolerance:
+        if not mean <= tolerance:
             raise AgreementError(
                 f"after the sync to policy version {version}, {engine} and the trainer differ by {mean:.5f} on average and "
                 f"{largest:.5f} at most over {len(gap)} tokens; the tolerance for {context.config.model.dtype} is "
-                f"{context.config.probe_tolerance} (sync.tolerance). The engine does not serve what the trainer holds."
+                f"{tolerance:.5f} (sync.tolerance). The engine does not serve what the trainer holds."
             )
         worst = {"mean": max(worst["mean"], mean), "max": max(worst["max"], largest)}
     return {"sync/probe_gap": worst["mean"], "sync/probe_gap_max": worst["max"]}

@@ -20,11 +20,15 @@ from rlhf_core.actors.weight_push import EngineSink
 from rlhf_core.algorithms.advantages import group_relative, per_token
 from rlhf_core.algorithms.batching import plan_microbatches
 from rlhf_core.algorithms.correction import mismatch
+from rlhf_core.algorithms.parity import ParityRows
 from rlhf_core.arrays import flat, ragged
 from rlhf_core.bases import environment_id
 from rlhf_core.buffer import StageWriter, read_rows
+from rlhf_core.config.learning import LearnSettings
 from rlhf_core.engines.exactness import SelfTest, self_test
 from rlhf_core.engines.experience import Experience
+from rlhf_core.engines.plain_model import PlainLogprobs, plain_logprobs
+from rlhf_core.engines.probes import layout_logprobs, probe_logprobs
 from rlhf_core.engines.rows import TokenRows, units_of
 from rlhf_core.engines.zero3_engine import TrainerSettings, Zero3Engine
 from rlhf_core.errors import RunStateError
@@ -146,13 +150,37 @@ class TrainerActor(Fenced):
         sink.drain()
         return {"seconds": time.monotonic() - started, "bytes": float(sent)}
 
-    def probe(self, epoch: int, version: int, rollouts: StageManifest, rows: int) -> list[np.ndarray] | None:
-        """Logprobs at temperature 1 of the responses of the first rows, as rank 0 computes them; None elsewhere."""
+    def probe(
+        self, epoch: int, version: int, rollouts: StageManifest, rows: int, learn: LearnSettings
+    ) -> list[np.ndarray] | None:
+        """Logprobs at temperature 1 of the responses of the first rows, cut as updates cut them, as rank 0 computes them; None
+        elsewhere."""
         self._require(epoch, version)
-        table = read_rows(self.store, [rollouts], columns=["prompt_ids", "response_ids"], rows=range(rows))
-        tokens = _tokens(table)
-        scores = self.engine.logprobs(tokens, [[[row] for row in range(rows)]], temperature=1.0)
-        return [scores[row][0].numpy() for row in range(rows)] if self.settings.rank == 0 else None
+        self.engine.use(learn)
+        columns = ["group", "prompt_ids", "response_ids"]
+        table = read_rows(self.store, [rollouts], columns=columns, rows=range(rows))
+        scores = probe_logprobs(self.engine, _tokens(table), _groups(table))
+        return [scores[row] for row in range(rows)] if self.settings.rank == 0 else None
+
+    def layout_logprobs(
+        self, epoch: int, version: int, rows: ParityRows, learn: LearnSettings
+    ) -> dict[int, np.ndarray] | str:
+        """This rank's share of the rows, cut and computed as in an update: row -> logprobs at temperature 1. Or why the model
+        does not let samples share a prompt."""
+        self._require(epoch, version)
+        self.engine.use(learn)
+        return layout_logprobs(self.engine, rows)
+
+    def plain_logprobs(self, epoch: int, rows: ParityRows) -> PlainLogprobs | None:
+        """The rows as the plain transformers model computes them. Not collective. None where it does not fit the memory."""
+        self.require_epoch(epoch)
+        settings = self.settings
+        return plain_logprobs(settings.model, settings.dtype, self.engine.device, rows.prompts, rows.responses)
+
+    def weights_digest(self, epoch: int, version: int) -> str:
+        """Digest of the weights that the ranks hold; collective."""
+        self._require(epoch, version)
+        return self.engine.digest()
 
     def checkpoint_room(self, epoch: int) -> Room:
         """What ``save_checkpoint`` needs on this rank's disk. A disk that fills up inside leaves ranks in a collective."""

@@ -133,7 +133,8 @@ class SyncConfig(Section):
     probe_sequences: int = Field(default=4, ge=0)
     """Sequences whose logprobs engine and trainer compare after every sync; 0 turns the comparison off."""
     tolerance: float | None = Field(default=None, gt=0)
-    """Largest mean absolute logprob difference of the probe; by default 1e-4 for float32 and 0.15 for bfloat16."""
+    """Largest mean absolute logprob difference of the probe, and of trainer and engines from the plain model before the first
+    iteration; by default 1e-4 for float32, for bfloat16 twice the plain model's own rounding error."""
 
 
 class EvaluationConfig(Section):

@@ -72,5 +72,5 @@ def load_policy(folder: str, dtype: str, gradient_checkpointing: bool) -> Policy
 
 
 def exported_name(name: str) -> str:
-    """Name of a parameter of ``PolicyModel`` in the Hugging Face checkpoint."""
+    """Name of a parameter of ``PolicyModel`` in the transformers model."""
     return name.removeprefix("model.")

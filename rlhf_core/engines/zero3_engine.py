@@ -19,6 +19,7 @@ from rlhf_core.algorithms.losses import add_kl, policy_loss
 from rlhf_core.algorithms.masked import Denominators, count, length_mask, masked_sum, pad_rows
 from rlhf_core.config.learning import AlgorithmConfig, LearnSettings, OptimConfig
 from rlhf_core.engines.build_lock import clear_abandoned
+from rlhf_core.engines.checkpoint_names import CheckpointNames
 from rlhf_core.engines.exactness import describe_environment, use_deterministic_kernels
 from rlhf_core.engines.experience import Experience
 from rlhf_core.engines.heap import trim_heap
@@ -131,6 +132,8 @@ class Zero3Engine:
         self.vocabulary = int(self.policy.model.config.get_text_config().vocab_size)
         deterministic = settings.optim.deterministic
         self.environment = describe_environment(settings.device, settings.world_size, deterministic)
+        shapes = {n: tuple(p.ds_shape) for n, p in self._parameters.items()}
+        self._names = CheckpointNames(self.policy.model, shapes)
         trim_heap()
 
     def use(self, learn: LearnSettings) -> None:
@@ -166,12 +169,16 @@ class Zero3Engine:
         microbatches: Sequence[Sequence[Sequence[int]]],
         temperature: float,
         reference: bool = False,
+        training: bool = False,
     ) -> dict[int, tuple[Tensor, Tensor]]:
-        """Forward passes over this rank's micro-batches of units: row -> (logprobs, entropies), float32 on the CPU."""
+        """Forward passes over this rank's micro-batches of units: row -> (logprobs, entropies), float32 on the CPU.
+
+        ``training``: in the mode that updates run in, which must be the same function.
+        """
         engine = self.reference if reference else self.engine
         if engine is None:
             raise RuntimeError("no reference model was loaded: algorithm.kl_coef is 0")
-        engine.eval()
+        engine.train(training)
         result: dict[int, tuple[Tensor, Tensor]] = {}
         for units in microbatches:
             batch = rows.batch(units).to(self.device)
@@ -303,18 +310,21 @@ class Zero3Engine:
         return optim.learning_rate * min(1.0, step / optim.warmup_steps if optim.warmup_steps else 1.0)
 
     def buckets(self, max_bytes: int) -> Iterator[tuple[BucketSpec, Tensor]]:
-        """Gather the policy bucket by bucket: (layout, flat uint8 [bytes]). Each tensor is reused by the next but one."""
+        """Gather the policy bucket by bucket, as its checkpoint has it: (layout, flat uint8 [bytes]). Each tensor is reused by the
+        next but one."""
         from deepspeed import zero
 
         dtype = getattr(torch, self.settings.dtype)
-        specs = plan_buckets(((n, dtype, tuple(p.ds_shape)) for n, p in self._parameters.items()), max_bytes)
+        tensors = self._names.tensors
+        specs = plan_buckets(((name, dtype, tensor.shape) for name, tensor in tensors.items()), max_bytes)
         size = max(s.bytes for s in specs)
         buffers = [torch.zeros(size, dtype=torch.uint8, device=self.device) for _ in range(min(2, len(specs)))]
         for spec in specs:
             flat = buffers[spec.index % len(buffers)]
-            gathered = {entry.name: self._parameters[entry.name] for entry in spec.entries}
+            sources = [tensors[entry.name].parameter for entry in spec.entries]
+            gathered = {name: self._parameters[name] for name in dict.fromkeys(sources)}
             with zero.GatheredParameters(list(gathered.values())):
-                used = pack(spec, {name: p.detach() for name, p in gathered.items()}, flat)
+                used = pack(spec, self._names.parts({name: p.detach() for name, p in gathered.items()}), flat)
             self.progress.count("bucket")
             yield spec, used
 
@@ -329,7 +339,7 @@ class Zero3Engine:
         return digest.hexdigest()
 
     def state_dict(self) -> dict[str, Tensor] | None:
-        """The whole policy on the CPU of rank 0, by Hugging Face names; None on other ranks."""
+        """The whole policy on the CPU of rank 0, by the checkpoint's names; None on other ranks."""
         from rlhf_core.engines.weights import unpack
 
         result: dict[str, Tensor] = {}

@@ -49,6 +49,8 @@ class ModelFacts:
     cached_per_token: int | None = None
     """Elements of keys and values that an engine keeps for a token of the context; None where the family is not known to keep
     all of them in every layer."""
+    window: int | None = None
+    """Tokens that the layer with the shortest sight attends to, where that is not all."""
 
 
 def check_model_folder(path: str | Path) -> ModelFacts:
@@ -82,6 +84,7 @@ def check_model_folder(path: str | Path) -> ModelFacts:
         parameters=sum(map(math.prod, tensors.values())) if tensors else _elements_of_bin(folder, dtype),
         dtype=dtype,
         cached_per_token=_cached_per_token(config),
+        window=_window(config),
     )
 
 
@@ -129,6 +132,13 @@ def _cached_per_token(config: dict[str, Any]) -> int | None:
         return None
     width = _first(config.get("head_dim"), hidden // heads)
     return int(2 * layers * _first(config.get("num_key_value_heads"), heads) * width)
+
+
+def _window(config: dict[str, Any]) -> int | None:
+    limits = [config.get("attention_chunk_size")]
+    if config.get("use_sliding_window", True):
+        limits.append(config.get("sliding_window"))
+    return min((limit for limit in limits if isinstance(limit, int) and limit > 0), default=None)
 
 
 def _json(folder: Path, name: str) -> dict[str, Any]:

@@ -4,12 +4,15 @@ import random
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+from rlhf_core.engines.checkpoint_names import CheckpointNames
 from rlhf_core.engines.head import linear_float32
-from rlhf_core.engines.policy_model import load_policy
+from rlhf_core.engines.policy_model import exported_name, load_policy
 from rlhf_core.engines.rows import TokenRows
+from rlhf_core.errors import ModelError
 from rlhf_core.testing.families import FAMILIES, VOCABULARY, make_family
 
 TOLERANCE = 1e-4
@@ -109,6 +112,30 @@ def test_gradients_are_those_of_the_plain_model(family, folder):
     largest = max(float(p.grad.abs().max()) for p in expected.values())
     for name, parameter in policy.model.named_parameters():
         assert float((parameter.grad - expected[name].grad).abs().max()) <= TOLERANCE * largest, name
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_parameters_translate_to_the_tensors_of_the_checkpoint(family, folder):
+    stored = load_file(f"{folder(family)}/model.safetensors")
+    policy = load_policy(folder(family), "float32", gradient_checkpointing=False)
+    parameters = {exported_name(name): parameter.detach() for name, parameter in policy.named_parameters()}
+    names = CheckpointNames(policy.model, {name: tuple(p.shape) for name, p in parameters.items()})
+    assert {name: tensor.shape for name, tensor in names.tensors.items()} == {
+        n: tuple(t.shape) for n, t in stored.items()
+    }
+    for name, parameter in parameters.items():
+        for part, tensor in names.parts({name: parameter}).items():
+            assert names.tensors[part].parameter == name
+            assert torch.equal(tensor, stored[part])
+
+
+def test_a_checkpoint_that_joins_parameters_is_refused(folder, monkeypatch):
+    def joined(model, parameters):
+        return {"qkv": torch.cat(list(parameters.values()))}
+
+    monkeypatch.setattr("transformers.core_model_loading.revert_weight_conversion", joined)
+    with pytest.raises(ModelError, match="several parameters"):
+        CheckpointNames(load_plain(folder("llama")), {"q": (2, 3), "k": (2, 3)})
 
 
 @torch.no_grad()
