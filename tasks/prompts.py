@@ -53,8 +53,8 @@ def dropped_notes(config: RunConfig, manifest: PromptsManifest) -> list[str]:
         return []
     held = manifest.heldout.rows if manifest.heldout else 0
     return [
-        f"{manifest.dropped.rows} prompts of {config.prompts.source!r} are too long and were dropped "
-        f"(prompts.too_long = 'drop'); {manifest.train.rows} are left for training, {held} are held out"
+        f"prompts of {config.prompts.source!r} that are too long and were dropped (prompts.too_long = 'drop'): "
+        f"{manifest.dropped.rows}; left for training: {manifest.train.rows}, held out: {held}"
     ]
 
 
@@ -97,5 +97,5 @@ def _differences(store: ObjectStore, manifest: PromptsManifest, found: list[Prom
     altered = sum(
         (now[name].answer, now[name].metadata) != (p.answer, p.metadata) for name, p in before.items() if name in now
     )
-    counts = ((new, "new"), (gone, "gone"), (altered, "with another answer or other columns"))
-    return [f"{count} prompts {what}" for count, what in counts if count]
+    counts = (("new", new), ("gone", gone), ("with another answer or other columns", altered))
+    return [f"{what}: {count}" for what, count in counts if count]

@@ -76,8 +76,7 @@ def test_too_long_prompts_are_dropped_counted_and_recorded(source, run):
         check_before_start(run())
     config = run(too_long="drop")
     (note,) = check_before_start(config)
-    assert "2 prompts of" in note
-    assert "8 are left for training, 2 are held out" in note
+    assert "dropped (prompts.too_long = 'drop'): 2; left for training: 8, held out: 2" in note
     record = recorded(config)
     dropped = decode(read_object(open_store(config.storage.url), record.prompts.dropped)).to_pylist()
     assert [row["prompt_text"] for row in dropped] == [row["prompt"] for row in long]
@@ -134,10 +133,10 @@ def test_a_source_that_has_changed_is_named_and_what_is_recorded_counts(source, 
     assert check_before_start(config) == [], "the order is the store's"
     source(*rows(5), rows(1)[0], {"prompt": "new?", "answer": 1}, {"prompt": "newer?", "answer": 1})
     (note,) = check_before_start(config)
-    assert "has changed since the run began (2 prompts new, 1 prompts gone): the run goes on with" in note
+    assert "has changed since the run began (new: 2, gone: 1): the run goes on with" in note
     source(*rows(5, answer=1), rows(6)[5], rows(1)[0])
     (note,) = check_before_start(config)
-    assert "prompts with another answer or other columns" in note
+    assert "(with another answer or other columns: " in note
     source({"question": "no prompt"})
     (note,) = check_before_start(config)
     assert "their source has become unusable" in note
