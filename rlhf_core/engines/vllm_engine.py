@@ -9,12 +9,13 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from rlhf_core.errors import FencedOut, IntegrityError, StaleEngine
+from rlhf_core.models import check_model_folder
 from rlhf_core.progress import Progress
 
 if TYPE_CHECKING:
@@ -169,6 +170,8 @@ class VllmEngine:
         self.settings, self.progress = settings, progress or Progress()
         self.llm = LLM(**to_vllm_args(settings))
         self.llm.collective_rpc("rlhf_draw_by_position")
+        #: vLLM looks for end tokens in generation_config.json and the tokenizer only, and not in config.json.
+        self.end_ids = check_model_folder(settings.model).eos_ids
         self.version: int | None = 0  # what the model folder holds; None while an update is under way or has failed
         self.digest: str | None = None  # of the weights that the last update brought; None: those of the model folder
         self._sleeping: set[str] = set()
@@ -204,6 +207,7 @@ class VllmEngine:
         """
         self.require(version)
         self._interrupted = False
+        sampling = replace(sampling, stop_token_ids=(*sampling.stop_token_ids, *self.end_ids))
         if apart:
             self._forget_prefixes()
         started: dict[str, tuple[int, int]] = {}

@@ -101,12 +101,13 @@ def _eos_ids(folder: Path, config: dict[str, Any], generation: dict[str, Any], v
             f"model folder {str(folder)!r}: neither generation_config.json nor config.json has an eos_token_id, so a "
             "response would never end: add it"
         )
-    if min(ids) >= vocab_size:
+    known = tuple(e for e in ids if e < vocab_size)
+    if not known:
         raise ModelError(
             f"model folder {str(folder)!r}: eos_token_id = {eos}, but the model knows the token ids 0 to {vocab_size - 1}, "
             "so a response would never end: name one that it knows"
         )
-    return ids
+    return known
 
 
 def _vocab_size(folder: Path, config: dict[str, Any], tensors: dict[str, tuple[int, ...]]) -> int:

@@ -121,6 +121,13 @@ def test_a_stop_token_ends_a_response_and_stays(vllm, favours):
     assert all(START not in tokens[:4] for _, tokens, _, _ in late)
 
 
+def test_the_model_s_end_tokens_end_a_response_wherever_they_are_named(vllm, favours, monkeypatch):
+    assert vllm.end_ids == (EOS,)
+    favours(START)
+    monkeypatch.setattr(vllm, "end_ids", (START,))  # as config.json alone may name it
+    assert {tuple(t) for _, t, *_ in sampled(vllm, Sampling(1, 8, 0.0), 1)} == {(START,)}
+
+
 @pytest.mark.parametrize("text", ["b", "<|im_start|>"])
 def test_a_stop_text_ends_a_response_with_the_token_that_completes_it(vllm, favours, text):
     favours(START)

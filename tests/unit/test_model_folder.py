@@ -166,7 +166,7 @@ def test_a_null_leaves_the_other_file_s_value(folder):
 
 def test_end_tokens_that_the_model_does_not_know(folder):
     edit(folder, "generation_config.json", eos_token_id=[49152, 2])
-    assert check_model_folder(folder).eos_ids == (49152, 2), "one that it knows is enough"
+    assert check_model_folder(folder).eos_ids == (2,), "one that it knows is enough"
     edit(folder, "generation_config.json", eos_token_id=[49152, 50000])
     refused(folder, "eos_token_id = [49152, 50000]", "0 to 49151")
 
