@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rlhf_core.errors import FencedOut, IntegrityError, StaleEngine
+from rlhf_core.errors import ConfigError, FencedOut, IntegrityError, StaleEngine
 from rlhf_core.models import check_model_folder
 from rlhf_core.progress import Progress
 
@@ -148,6 +149,18 @@ def sampling_params(sampling: Sampling, seed: int | None) -> Any:
     )
 
 
+def check_options(options: Mapping[str, Any]) -> None:
+    """ConfigError for one that vLLM does not have, before it loads anything."""
+    from vllm import EngineArgs
+
+    known = [argument.name for argument in fields(EngineArgs)]
+    for name, value in options.items():
+        if name not in known:
+            near = get_close_matches(name, known, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ConfigError(f"generate.engine.{name} = {value!r}: vLLM has no such engine argument{hint}")
+
+
 def engine_environment(settings: EngineSettings) -> dict[str, str]:
     """Environment that vLLM reads when it starts."""
     environment = {
@@ -167,6 +180,7 @@ class VllmEngine:
         os.environ.update(engine_environment(settings))  # vLLM has no other way to be told
         from vllm import LLM
 
+        check_options(settings.options)
         self.settings, self.progress = settings, progress or Progress()
         self.llm = LLM(**to_vllm_args(settings))
         self.llm.collective_rpc("rlhf_draw_by_position")

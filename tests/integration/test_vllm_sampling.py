@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from rlhf_core.config.sampling import REFUSED_OPTIONS
-from rlhf_core.engines.vllm_engine import Sampling
+from rlhf_core.engines.vllm_engine import EngineSettings, Sampling, VllmEngine
+from rlhf_core.errors import ConfigError
 from rlhf_core.seeds import rollout_seeds
 
 START, EOS = 1, 2  # special tokens of the tiny model; only the second ends a response by itself
@@ -119,6 +120,12 @@ def test_a_stop_token_ends_a_response_and_stays(vllm, favours):
         assert (tokens[-1] == START) is (reason == "stop")
     late = sampled(vllm, Sampling(4, 8, 1.0, min_new_tokens=4, stop_token_ids=(START,)), 1)
     assert all(START not in tokens[:4] for _, tokens, _, _ in late)
+
+
+def test_an_option_that_vllm_does_not_have_is_named_before_anything_loads(tmp_path):
+    settings = EngineSettings(str(tmp_path), "float32", 128, 8, options={"block_size": 16, "enforce_eagr": True})
+    with pytest.raises(ConfigError, match=r"generate.engine.enforce_eagr = True: .*did you mean 'enforce_eager'\?"):
+        VllmEngine(settings)
 
 
 def test_the_model_s_end_tokens_end_a_response_wherever_they_are_named(vllm, favours, monkeypatch):
