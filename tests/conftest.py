@@ -9,6 +9,14 @@ import shutil
 import pytest
 
 
+@pytest.fixture(scope="session")
+def tokenizer_folder(tmp_path_factory):
+    """Folder with SmolLM2's tokenizer and chat template; reading it from the package takes seconds. Not to be changed."""
+    from rlhf_core.testing.tiny_model import tiny_tokenizer_folder
+
+    return tiny_tokenizer_folder(tmp_path_factory.mktemp("tokenizer"))
+
+
 def pytest_collection_modifyitems(items):
     if os.environ.get("RLHF_SLOW_TESTS") != "1":
         for item in items:

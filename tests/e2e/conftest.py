@@ -25,7 +25,7 @@ from infra.s3_server import S3Server
 from infra.services import ServiceStack
 from infra.services.processes import stack_processes
 from rlhf_core.config import load_config
-from rlhf_core.testing.tiny_model import make_tiny_model, tiny_tokenizer_folder
+from rlhf_core.testing.tiny_model import make_tiny_model
 
 REPOSITORY = Path(__file__).parents[2]
 FIXTURES = REPOSITORY / "tests" / "fixtures"
@@ -267,10 +267,9 @@ def until() -> Callable[..., Any]:
 
 
 @pytest.fixture(scope="session")
-def e2e_model(tmp_path_factory) -> Path:
+def e2e_model(tmp_path_factory, tokenizer_folder) -> Path:
     """Folder of the tiny random model, float32."""
-    tokenizer = tiny_tokenizer_folder(tmp_path_factory.mktemp("tokenizer"))
-    return make_tiny_model(tmp_path_factory.mktemp("tiny") / "model", tokenizer)
+    return make_tiny_model(tmp_path_factory.mktemp("tiny") / "model", tokenizer_folder)
 
 
 @pytest.fixture(scope="session")

@@ -17,16 +17,11 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_core.testing.tiny_model import make_tiny_model, tiny_tokenizer_folder
+from rlhf_core.testing.tiny_model import make_tiny_model
 
 REPOSITORY = Path(__file__).parents[2]
 CALL_SECONDS = 90.0
 MAX_NEW_TOKENS = 12
-
-
-@pytest.fixture(scope="session")
-def tokenizer_folder(tmp_path_factory):
-    return tiny_tokenizer_folder(tmp_path_factory.mktemp("tokenizer"))
 
 
 @pytest.fixture(scope="session")

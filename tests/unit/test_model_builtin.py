@@ -1,6 +1,7 @@
 """The builtin model: converted once, loads with plain transformers, answers."""
 
 import json
+import shutil
 import subprocess
 import sys
 
@@ -8,7 +9,7 @@ import pytest
 import torch
 import transformers
 
-from rlhf_core.models import check_model_folder, prepare_model
+from rlhf_core.models import check_model_folder, prepare_model, smollm2
 from tests.fixtures.processes import ending
 
 
@@ -43,7 +44,11 @@ def test_loads_and_answers(folder):
     assert "5" in tokenizer.decode(output, skip_special_tokens=True)
 
 
-def test_the_cache_is_used_and_repaired(folder, cache):
+def test_the_cache_is_used_and_repaired(folder, cache, tmp_path, monkeypatch):
+    copy = shutil.copytree(folder, tmp_path / "copy")  # converting once is enough
+    monkeypatch.setattr(
+        smollm2, "_write_model", lambda _, target, __: shutil.copytree(copy, target, dirs_exist_ok=True)
+    )
     stamp = (folder / "model.safetensors").stat().st_mtime_ns
     assert prepare_model("builtin:smollm2-135m", None, "bfloat16", cache) == folder
     assert (folder / "model.safetensors").stat().st_mtime_ns == stamp

@@ -10,17 +10,12 @@ import transformers
 
 from rlhf_core.errors import ModelError
 from rlhf_core.models import ModelFacts, check_architecture, check_model_folder, prepare_model
-from rlhf_core.testing.tiny_model import make_tiny_model, tiny_tokenizer_folder
+from rlhf_core.testing.tiny_model import make_tiny_model
 
 
 @pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory):
-    return tiny_tokenizer_folder(tmp_path_factory.mktemp("tokenizer"))
-
-
-@pytest.fixture(scope="module")
-def original(tokenizer, tmp_path_factory):
-    return make_tiny_model(tmp_path_factory.mktemp("tiny"), tokenizer, hidden=64, layers=1, heads=1)
+def original(tokenizer_folder, tmp_path_factory):
+    return make_tiny_model(tmp_path_factory.mktemp("tiny"), tokenizer_folder, hidden=64, layers=1, heads=1)
 
 
 @pytest.fixture
@@ -250,11 +245,11 @@ def test_prepare_says_what_to_install(tmp_path, monkeypatch):
         prepare_model("builtin:smollm2-135m", None, "float32", tmp_path)
 
 
-def test_tiny_models_depend_on_the_seed_only(tokenizer, original, tmp_path):
+def test_tiny_models_depend_on_the_seed_only(tokenizer_folder, original, tmp_path):
     before = torch.random.get_rng_state()
     shape = {"hidden": 64, "layers": 1, "heads": 1}
-    again = make_tiny_model(tmp_path / "again", tokenizer, **shape)
-    other = make_tiny_model(tmp_path / "other", tokenizer, **shape, seed=1, dtype="bfloat16")
+    again = make_tiny_model(tmp_path / "again", tokenizer_folder, **shape)
+    other = make_tiny_model(tmp_path / "other", tokenizer_folder, **shape, seed=1, dtype="bfloat16")
     assert torch.equal(before, torch.random.get_rng_state())
     assert (again / "model.safetensors").read_bytes() == (original / "model.safetensors").read_bytes()
     loaded = transformers.AutoModelForCausalLM.from_pretrained(other)

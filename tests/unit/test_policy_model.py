@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCau
 from rlhf_core.engines.policy_model import PolicyModel, exported_name, load_policy
 from rlhf_core.engines.rows import TokenRows
 from rlhf_core.errors import ModelError
-from rlhf_core.testing.tiny_model import make_tiny_model, tiny_tokenizer_folder
+from rlhf_core.testing.tiny_model import byte_tokenizer_folder, make_tiny_model
 
 TOLERANCE = 1e-5
 VOCABULARY = 211  # tokens that occur in the rows; every model knows at least these
@@ -19,7 +19,7 @@ VOCABULARY = 211  # tokens that occur in the rows; every model knows at least th
 
 @pytest.fixture(scope="module")
 def tiny_folder(tmp_path_factory):
-    return make_tiny_model(tmp_path_factory.mktemp("tiny"), tiny_tokenizer_folder(tmp_path_factory.mktemp("tokenizer")))
+    return make_tiny_model(tmp_path_factory.mktemp("tiny"), byte_tokenizer_folder(tmp_path_factory.mktemp("tokenizer")))
 
 
 def qwen2():

@@ -10,14 +10,13 @@ from rlhf_core.config.data import PromptsConfig
 from rlhf_core.errors import ModelError, PromptError
 from rlhf_core.prompts.prompt import Prompt
 from rlhf_core.prompts.tokenize import tokenize_prompts
-from rlhf_core.testing.tiny_model import tiny_tokenizer_folder
 
 DEFAULT_SYSTEM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tiny_tokenizer_folder(tmp_path_factory.mktemp("models"))
+def folder(tokenizer_folder):
+    return tokenizer_folder
 
 
 def tokenize(prompts, folder, **options):
