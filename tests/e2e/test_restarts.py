@@ -69,7 +69,6 @@ def test_a_killed_run_goes_on_by_itself_and_waits_for_a_person_when_it_dies_too_
     final = world.flow_run(flow_run)
     assert final["state_type"] == "FAILED", world.logs(flow_run)
     assert "limits.restarts = 1" in final["state"]["message"]
-    assert final["run_count"] == 3
     states = [state["message"] for state in world.prefect(f"flow_run_states/?flow_run_id={flow_run}")]
     assert BY_AUTOMATION in states
     done = world.rlhf("resume", "again", timeout=240)
