@@ -1,6 +1,6 @@
 """Mistakes of a user: one message that says what, the value and the fix, in seconds, before a service or model starts.
 
-The command runs in this process: nothing that it does here starts another one, and each would load the same libraries again.
+Most commands run in this process, because each one of its own would load the same libraries again.
 """
 
 from __future__ import annotations
@@ -26,23 +26,42 @@ FOREIGN = ("PREFECT_", "RAY_", "RLHF_", "AWS_")
 
 @pytest.fixture
 def refused(tmp_path, e2e_preset, monkeypatch):
-    """Function: (settings, exit code, environment) -> the message of `rlhf train`, after checking that nothing started."""
+    """Function: (settings, exit code, environment) -> the message of `rlhf train`, after checking that nothing started.
+
+    With variables of its own the command gets a process of its own.
+    """
     for key in [key for key in os.environ if key.startswith(FOREIGN)]:
         monkeypatch.delenv(key)
     monkeypatch.chdir(tmp_path)
 
     def run(*settings: str, code: int = 2, name: str = "r", preset: Path = e2e_preset, **environment: str) -> str:
-        words = [word for setting in settings for word in ("--set", setting)]
-        done = CliRunner().invoke(app, ["train", str(preset), "--run", name, *words], env=environment)
-        assert isinstance(done.exception, SystemExit), "an error that the command does not report"
-        assert done.exit_code == code, done.output
-        assert done.stdout == ""
-        assert "Traceback" not in done.stderr
+        arguments = ["train", str(preset), "--run", name]
+        arguments += [word for setting in settings for word in ("--set", setting)]
+        found, stdout, stderr = outside(arguments, environment) if environment else inside(arguments)
+        assert found == code, stdout + stderr
+        assert stdout == ""
+        assert "Traceback" not in stderr
         assert not (tmp_path / ".rlhf" / "logs").exists(), "a service was started"
         assert not list(tmp_path.glob("**/exports"))
-        return done.stderr
+        return stderr
 
     return run
+
+
+def inside(arguments: list[str]) -> tuple[int, str, str]:
+    """Exit code and output of the command in this process."""
+    done = CliRunner().invoke(app, arguments)
+    assert isinstance(done.exception, SystemExit), f"not reported: {done.exception!r}"
+    return done.exit_code, done.stdout, done.stderr
+
+
+def outside(arguments: list[str], environment: dict[str, str]) -> tuple[int, str, str]:
+    """The same in a process with these variables."""
+    done = subprocess.run(
+        [RLHF, *arguments], env={**os.environ, **environment}, stdin=subprocess.DEVNULL, capture_output=True,
+        text=True, timeout=60, check=False,
+    )  # fmt: skip
+    return done.returncode, done.stdout, done.stderr
 
 
 @pytest.fixture
