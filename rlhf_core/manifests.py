@@ -6,8 +6,9 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-#: Version of everything written to the store. A reader refuses what is newer than itself.
-FORMAT_VERSION = 2
+#: Version of everything written to the store. A reader refuses what is newer than itself: a new field raises it, because
+#: older readers know no other fields than theirs.
+FORMAT_VERSION = 3
 
 #: The stages of an iteration in order. The order is the dependency chain.
 STAGES = ("generate", "score", "advantages", "update", "sync", "commit")
