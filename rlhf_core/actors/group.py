@@ -87,13 +87,11 @@ class ActorGroup:
 
     @property
     def handles(self) -> list[Any]:
-        """WorkerError naming the actor that no longer exists."""
-        found = []
-        for name in self.names:
-            handle = self.find(name)
-            if handle is None:
-                raise WorkerDied(f"{name} is gone: it died, or the run was ended elsewhere")
-            found.append(handle)
+        """In rank order. WorkerError naming the actor that no longer exists."""
+        found = self._find()
+        for handle in found:
+            if isinstance(handle, WorkerDied):
+                raise handle
         return found
 
     def call(self, method: str, *arguments: Any, seconds: float) -> list[Any]:
@@ -130,17 +128,20 @@ class ActorGroup:
 
         ``beside``: actors that these ones call; they are watched too.
         """
-        return gather(self._calls(method, arguments), self.names, method, seconds, self.watch(beside))
+        handles = self.handles
+        calls = [getattr(h, method).remote(self.epoch, *a) for h, a in zip(handles, arguments, strict=False)]
+        return gather(calls, self.names, method, seconds, self._watch(handles, beside))
 
     def call_surviving(self, method: str, arguments: Sequence[tuple[Any, ...]], *, seconds: float) -> list[Any]:
         """As ``call_each``, but the place of an actor that is dead or dies holds its WorkerDied; all others are waited for."""
-        results = self._calls(method, arguments, lenient=True)
-        called = [index for index, call in enumerate(results) if not isinstance(call, WorkerDied)]
-        calls, names = [results[index] for index in called], [self.names[index] for index in called]
-        for number, outcome in _outcomes(calls, names, method, seconds, self.watch()):
+        results = self._find()[: len(arguments)]
+        living = [index for index, handle in enumerate(results) if not isinstance(handle, WorkerDied)]
+        calls = [getattr(results[index], method).remote(self.epoch, *arguments[index]) for index in living]
+        watch, names = self._watch(results), [self.names[index] for index in living]
+        for number, outcome in _outcomes(calls, names, method, seconds, watch):
             if isinstance(outcome, RLHFError) and not isinstance(outcome, WorkerDied):
                 raise outcome
-            results[called[number]] = outcome
+            results[living[number]] = outcome
         return results
 
     def _claims(self) -> dict[str, Any]:
@@ -148,35 +149,29 @@ class ActorGroup:
         return {name: h.claim.options(concurrency_group=CONTROL_GROUP).remote(self.epoch) for name, h in handles}
 
     def watch(self, beside: ActorGroup | None = None) -> Watch | None:
-        """Looks after these actors and those of ``beside`` while they are waited for; None without patience."""
+        """Looks after these actors and those of ``beside`` while calls to them are gathered; None without patience."""
+        return self._watch(self._find(), beside)
+
+    def _watch(self, handles: Sequence[Any], beside: ActorGroup | None = None) -> Watch | None:
         if self.patience is None:
             return None
-        handles: dict[str, Any] = {}
-        for group in (self, *([beside] if beside is not None else [])):
-            handles |= {name: handle for name in group.names if (handle := group.find(name)) is not None}
-        return Watch(handles, self.epoch, self.patience)
+        watched = dict(zip(self.names, handles, strict=False))
+        if beside is not None:
+            watched |= zip(beside.names, beside._find(), strict=True)
+        living = {name: handle for name, handle in watched.items() if not isinstance(handle, WorkerDied)}
+        return Watch(living, self.epoch, self.patience)
 
-    def find(self, name: str) -> Any | None:
-        """Handle of a living actor; None if there is none of this name."""
+    def _find(self) -> list[Any]:
+        """Handles in rank order; WorkerDied in the place of an actor that no longer exists."""
         import ray
 
-        try:
-            return ray.get_actor(name, namespace=self.namespace)
-        except ValueError:
-            return None
-
-    def _calls(self, method: str, arguments: Sequence[tuple[Any, ...]], lenient: bool = False) -> list[Any]:
-        calls: list[Any] = []
-        for name, args in zip(self.names, arguments, strict=False):
+        found: list[Any] = []
+        for name in self.names:
             try:
-                handle = ActorGroup([name], self.namespace, self.epoch).handles[0]
-            except WorkerDied as error:
-                if not lenient:
-                    raise
-                calls.append(error)
-                continue
-            calls.append(getattr(handle, method).remote(self.epoch, *args))
-        return calls
+                found.append(ray.get_actor(name, namespace=self.namespace))
+            except ValueError:
+                found.append(WorkerDied(f"{name} is gone: it died, or the run was ended elsewhere"))
+        return found
 
 
 def gather(

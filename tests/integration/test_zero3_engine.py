@@ -349,6 +349,8 @@ def test_replay_is_bit_identical(two_ranks, fresh_ranks, tiny_model, make_experi
     with two_ranks.engine(tiny_model, **changes) as engine:
         engine.update(experiences[0], 0)
         engine.all("save", str(tmp_path), "v1")
+        written = sum(path.stat().st_size for path in tmp_path.rglob("*.pt"))
+        assert written <= sum(engine.all("checkpoint_bytes")) <= 1.5 * written
         first, expected = engine.digest(), continued(engine, experiences, 1)
         assert len({first, *expected}) == 3
         engine.all("load", str(tmp_path), "v1")
