@@ -155,22 +155,32 @@ class Scorer:
     def _host(self, folder: str) -> RewardHost:
         """The host of a folder, with its functions imported; a new one in place of one that has ended."""
         host = self._hosts.get(folder)
-        if host is not None and not host.closed:
-            return host
-        functions = [f for f in self.config.functions if _folder(f) == folder]
+        if host is None or host.closed:
+            host = self._start(folder)
+            try:
+                self._import(host, [f for f in self.config.functions if _folder(f) == folder])
+            except BaseException:
+                host.close()
+                raise
+            self._hosts[folder] = host
+        return host
+
+    def _start(self, folder: str) -> RewardHost:
         try:
             with self.progress.waiting("the process for reward functions", START_SECONDS):
-                host = RewardHost(self.conditions, folder)
+                return RewardHost(self.conditions, folder)
         except OSError as error:
             raise RewardError(
                 f"the process for reward functions cannot be started in the folder {self.conditions.folder!r} of the run: "
                 f"{error}. Every node needs that folder"
             ) from None
         except (HostEnded, HostLate) as error:
+            how = error.how if isinstance(error, HostEnded) else "no sign of life"
             raise RewardError(
-                f"the process for reward functions did not start ({error!r}): its messages are in the log"
+                f"the process for reward functions did not start ({how}): the log says what it printed"
             ) from None
-        self._hosts[folder] = host
+
+    def _import(self, host: RewardHost, functions: Sequence[RewardFunctionConfig]) -> None:
         for function in functions:
             name, where = component_name(function), f"while {function.function!r} was imported"
             try:
@@ -181,7 +191,6 @@ class Scorer:
                 raise self._late(name, where, "make it faster, or raise the limit") from None
             except HostEnded as error:
                 raise self._ended(name, where, error) from None
-        return host
 
     def _value(self, reply: Reply) -> Any:
         if reply.error is not None:
@@ -200,7 +209,7 @@ class Scorer:
 
     def _explained(self, message: str) -> str:
         """With a hint if the message names a variable that the driver has and the function does not."""
-        missing = sorted(set(re.findall(r"\w+", message)) & self.conditions.withheld)
+        missing = sorted(word for word in set(re.findall(r"\w+", message)) & self.conditions.withheld if word.isupper())
         if not missing:
             return message
         names = ", ".join(f'"{name}"' for name in missing)

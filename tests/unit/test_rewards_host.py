@@ -143,11 +143,28 @@ def test_only_failed_rows_are_asked_again_and_only_of_the_function_that_failed(s
     assert (tmp_path / "asked").read_text().strip() == asked
 
 
+def test_a_stopped_host_is_ended_at_the_deadline_also_while_it_should_read(scorer):
+    found = scorer({"a.py": PID}, "a.py:score", timeout_seconds=10)
+    host = psutil.Process(int(found.score(rows_of("x")).rewards[0]))
+    found.config = found.config.model_copy(update={"timeout_seconds": 0.1})
+    host.suspend()
+    with pytest.raises(RewardError, match=r"gave no answer within 0.1 s"):
+        found.score(rows_of("x" * 10_000_000))
+    assert not host.is_running()
+
+
 def test_a_folder_that_is_not_there(scorer, tmp_path):
     found = scorer({"a.py": PID}, "a.py:score")
     found.conditions = Conditions(str(tmp_path / "gone"), shell_environment(()))
     with pytest.raises(RewardError, match=r"cannot be started in the folder '.*gone' of the run"):
         found.score(rows_of("x"))
+
+
+def test_what_cannot_be_imported_is_said_each_time(scorer):
+    found = scorer({"a.py": "import no_such_package\n"}, "a.py:score")
+    for _ in range(2):
+        with pytest.raises(RewardError, match=r"cannot be imported: ModuleNotFoundError: .* \(a.py, line 1\)"):
+            found.score(rows_of("x"))
 
 
 STARTS = (
