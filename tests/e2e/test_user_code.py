@@ -85,7 +85,7 @@ def test_a_function_that_hangs_in_a_worker_ends_at_its_deadline(world, hanging):
     done, actors = hanging
     assert done.returncode != 0
     assert "reward function 'judge' gave no answer within 20 s (reward.timeout_seconds) on 4 rows" in done.stderr
-    assert len(actors) == 5
+    assert len(actors) >= 5
 
 
 def test_the_next_command_uses_what_was_repaired(world, hanging, repaired):
