@@ -12,9 +12,12 @@ import pyarrow as pa
 
 from rlhf_core.actors.checkpointing import SavedCheckpoint
 from rlhf_core.actors.jobs import ExperienceJob, GenerateJob, ScoreJob, StageResult, UpdateJob
+from rlhf_core.algorithms.parity import ParityRows
 from rlhf_core.arrays import ragged
 from rlhf_core.buffer import StageWriter, read_rows
 from rlhf_core.config import RunConfig
+from rlhf_core.config.learning import LearnSettings
+from rlhf_core.engines.plain_model import PlainLogprobs
 from rlhf_core.manifests import ClusterRef, Shard, StageManifest, StoredFile
 from rlhf_core.metrics import Max, Mean, Metric
 from rlhf_core.prompts.table import PromptTable
@@ -51,6 +54,9 @@ class StandIns:
         return [getattr(self, f"on_{method}")(place, *each) for place, each in enumerate(arguments)]
 
     call_surviving = call_each
+
+    def call_status(self, seconds: float) -> list[dict[str, int]]:
+        return [{"version": 0} for _ in self.names]
 
     def on_nothing(self, place: int, *_: Any) -> None:
         """Calls that only matter to weights and devices."""
@@ -102,7 +108,21 @@ class StandIns:
     def on_push(self, place: int, version: int, sink: object, bucket: int) -> dict[str, float]:
         return {"seconds": 0.01, "bytes": 1e6}
 
-    def on_probe(self, place: int, version: int, rollouts: StageManifest, rows: int) -> list[np.ndarray] | None:
+    def on_weights_digest(self, place: int, version: int) -> str:
+        return digest(f"v{version}".encode())
+
+    def on_plain_logprobs(self, place: int, rows: ParityRows) -> PlainLogprobs | None:
+        zeros = [np.zeros(len(response)) for response in rows.responses]
+        return PlainLogprobs(zeros, zeros) if place == 0 else None
+
+    def on_layout_logprobs(
+        self, place: int, version: int, rows: ParityRows, learn: LearnSettings
+    ) -> dict[int, np.ndarray]:
+        return {row: np.zeros(len(response)) for row, response in enumerate(rows.responses)}
+
+    def on_probe(
+        self, place: int, version: int, rollouts: StageManifest, rows: int, learn: LearnSettings
+    ) -> list[np.ndarray] | None:
         responses = read_rows(self.store, [rollouts], ["response_ids"], range(rows))["response_ids"].to_pylist()
         return [np.zeros(len(response)) for response in responses] if place == 0 else None
 

@@ -18,7 +18,6 @@ from prefect.cache_policies import NO_CACHE
 from prefect.logging import get_run_logger
 
 from rlhf_core import layout
-from rlhf_core.actors.group import ActorGroup
 from rlhf_core.algorithms.parity import Gap, ParityRows, bound, gap, parity_rows
 from rlhf_core.config import RunConfig
 from rlhf_core.engines.plain_model import PlainLogprobs
@@ -51,7 +50,7 @@ def parity(config: RunConfig, cluster: ClusterRef) -> ParityRecord:
     rows = _rows(context, facts)
     engines = _engines_as_loaded(context, rows)
     to_trainers(context)
-    plain: PlainLogprobs | None = _first_rank(context).call("plain_logprobs", rows, seconds=context.deadline)[0]
+    plain: PlainLogprobs | None = context.trainers.call("plain_logprobs", rows, seconds=context.deadline)[0]
     padded = _layout(context, rows, share=False)
     shared = _layout(context, rows, share=True)
     engines |= _engines_after_push(context, rows, facts)
@@ -133,10 +132,6 @@ def _layout(context: StageContext, rows: ParityRows, share: bool) -> list[np.nda
         return parts[0]
     found = {row: logprobs for part in parts for row, logprobs in part.items()}
     return [found[row] for row in range(len(rows.groups))]
-
-
-def _first_rank(context: StageContext) -> ActorGroup:
-    return ActorGroup(context.cluster.trainers[:1], context.cluster.namespace, context.cluster.epoch)
 
 
 def _gap(logprobs: Sequence[np.ndarray], truth: Sequence[np.ndarray], rows: ParityRows) -> Gap:

@@ -172,9 +172,12 @@ class TrainerActor(Fenced):
         return layout_logprobs(self.engine, rows)
 
     def plain_logprobs(self, epoch: int, rows: ParityRows) -> PlainLogprobs | None:
-        """The rows as the plain transformers model computes them. Not collective. None where it does not fit the memory."""
+        """The rows as the plain transformers model computes them, by rank 0; not collective. None elsewhere, and where a second
+        copy of the model does not fit the memory."""
         self.require_epoch(epoch)
         settings = self.settings
+        if settings.rank:
+            return None
         return plain_logprobs(settings.model, settings.dtype, self.engine.device, rows.prompts, rows.responses)
 
     def weights_digest(self, epoch: int, version: int) -> str:

@@ -98,7 +98,6 @@ def world(tmp_path, monkeypatch):
         monkeypatch.setattr(
             StageContext, "engines", property(lambda self: Group(["r-engine-0"], sequence_logprobs=scores))
         )
-        monkeypatch.setattr(tasks.parity, "_first_rank", lambda context: trainers)
         monkeypatch.setattr(tasks.parity, "push_weights", push)
         monkeypatch.setattr(tasks.parity, "model_folder", lambda config: folder)
         monkeypatch.setattr(tasks.parity, "check_model_folder", lambda folder: facts)
