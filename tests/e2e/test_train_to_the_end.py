@@ -137,10 +137,18 @@ def test_prefect_shows_run_iterations_stages_and_artifacts(world, reference):
     run = world.flow_runs("a")[-1]
     assert run["state_type"] == "COMPLETED"
     assert run["parameters"]["config"]["run"] == "a"
-    tasks = world.task_states(run["id"], expected=5 + ITERATIONS)
+    tasks = world.task_states(run["id"], expected=6 + ITERATIONS)
     iterations = [f"iteration-{k:06d}" for k in range(ITERATIONS)]
     assert tasks == dict.fromkeys(
-        ["preflight", "cluster", "evaluate-v0", *iterations, f"evaluate-v{ITERATIONS}", f"export-v{ITERATIONS}"],
+        [
+            "preflight",
+            "cluster",
+            "parity",
+            "evaluate-v0",
+            *iterations,
+            f"evaluate-v{ITERATIONS}",
+            f"export-v{ITERATIONS}",
+        ],
         "Completed",
     )
     for iteration in (0, ITERATIONS - 1):
