@@ -13,7 +13,15 @@ from rlhf_core import layout
 from rlhf_core.buffer import decode, read_object
 from rlhf_core.errors import CorruptObject
 from rlhf_core.files import download_files
-from rlhf_core.manifests import CheckpointRecord, EvaluationRecord, ExportRecord, RunRecord, Shard, StoredFile
+from rlhf_core.manifests import (
+    CheckpointRecord,
+    EvaluationRecord,
+    ExportRecord,
+    ParityRecord,
+    RunRecord,
+    Shard,
+    StoredFile,
+)
 from rlhf_core.records import digest
 from tasks.audit.damage import Finding
 from tasks.audit.records import Reader, version_of
@@ -90,6 +98,17 @@ def check_evaluation(reader: Reader, branch: str, key: str) -> None:
     if record is not None and (record.run, record.policy_version) != (branch, version_of(key)):
         problem = f"it is the evaluation of {record.run} version {record.policy_version}"
         reader.findings.add(Finding(key, "inconsistent", problem, remedy=remedy))
+
+
+def check_parity(reader: Reader, branch: str) -> None:
+    """Verify the record of the comparison with the plain model; runs that began before there was one have none."""
+    key = layout.parity(branch)
+    remedy = (
+        "take it from a copy of the store: it says in which layout the run trains; before the first update, delete it"
+    )
+    record = reader.read(key, ParityRecord, partial(Finding, key, remedy=remedy), problem="")
+    if record is not None and record.run != branch:
+        reader.findings.add(Finding(key, "inconsistent", f"it is the record of {record.run}", remedy=remedy))
 
 
 def check_export(reader: Reader, pool: ThreadPoolExecutor, branch: str, key: str, updates: Updates) -> None:

@@ -30,7 +30,15 @@ from rlhf_core.manifests import (
 from rlhf_core.prompts.order import prompt_rows
 from rlhf_core.views import AuditView, IterationAudit
 from tasks.audit.damage import Finding, Remedies
-from tasks.audit.files import Prompts, Updates, Version, check_checkpoint, check_evaluation, check_export
+from tasks.audit.files import (
+    Prompts,
+    Updates,
+    Version,
+    check_checkpoint,
+    check_evaluation,
+    check_export,
+    check_parity,
+)
 from tasks.audit.ledger import Account, Columns, Plan, PromptUse, Training, account, assemble, project
 from tasks.audit.records import Reader, check_links, load_bases, load_branches, survey
 
@@ -93,6 +101,7 @@ class _Audit:
         for version, branch in self.survey.checkpoints:
             if check_checkpoint(self.reader, self.pool, branch, version, self.updates):
                 checkpoints.append(version)
+        check_parity(self.reader, self.lineage.branch_of_version(0))
         for branch, key in self.survey.evaluations:
             check_evaluation(self.reader, branch, key)
         for branch, key in self.survey.exports:

@@ -11,6 +11,7 @@ from rlhf_core import layout
 from rlhf_core.manifests import (
     STAGES,
     IterationRecord,
+    ParityRecord,
     RetiredRecord,
     StageManifest,
 )
@@ -118,6 +119,18 @@ def test_what_lies_beside_the_iterations_is_verified(finished, key, words):
     found = only(finished.audit())
     assert (found.key, found.kind) == (key, "damaged")
     assert all(word in found.remedy for word in words), found.remedy
+
+
+def test_a_damaged_comparison_with_the_plain_model_is_named(finished):
+    record = ParityRecord(
+        run="r", dtype="float32", share_prompts=True, plain=True, bound=(1e-4, 3e-4), gaps={}, rows=12, seconds=1.0
+    )
+    commit_record(finished.store, layout.parity("r"), record)
+    assert finished.audit().proven
+    flip(finished.store, layout.parity("r"))
+    found = only(finished.audit())
+    assert (found.key, found.kind) == (layout.parity("r"), "damaged")
+    assert "in which layout the run trains" in found.remedy
 
 
 def test_a_missing_checkpoint_file_is_named(finished):
