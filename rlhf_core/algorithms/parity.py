@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-#: Response tokens of the longest sample. Short ones suffice: a fault of a layout or of the head is in every token.
+#: Response tokens of the longest sample, where the context has room. Short ones suffice: a fault of a layout or of the head is in
+#: every token.
 _TOKENS = 24
 
 #: Longest prompt that is made to fill a window: the plain model's attention keeps a table of queries by keys.
@@ -60,13 +61,14 @@ def parity_rows(prompts: Sequence[Sequence[int]], samples: int, context: int, wi
     that every response token would show if it was lost.
     """
     pool = list(itertools.chain.from_iterable(prompts))
-    chosen = [list(p)[: context - _TOKENS] for p in prompts]
-    if window is not None and window < min(context - _TOKENS, _LONGEST):
+    tokens = max(1, min(_TOKENS, context // 2))
+    chosen = [list(p)[: context - tokens] for p in prompts]
+    if window is not None and window < min(context - tokens, _LONGEST):
         chosen.append([pool[i % len(pool)] for i in range(window)])
     rows: list[tuple[tuple[int, ...], tuple[int, ...], int]] = []
     for group, prompt in enumerate(chosen):
         for sample in range(samples):
-            length = _TOKENS - 5 * (sample % 3)
+            length = max(1, tokens - 5 * (sample % 3))
             start = 7 * (group * samples + sample) + 1  # else all samples would say the same
             response = [pool[(start + i) % len(pool)] for i in range(length)]
             rows.append((tuple(prompt), tuple(response), group))

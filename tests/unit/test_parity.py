@@ -27,9 +27,12 @@ def test_a_window_inside_the_context_is_filled_by_a_prompt(window, context, long
     assert all(len(sequence) <= context for sequence in rows.sequences)
 
 
-def test_prompts_leave_room_for_a_response():
-    rows = parity_rows([list(range(50))], samples=2, context=40, window=None)
-    assert max(map(len, rows.sequences)) == 40
+@pytest.mark.parametrize("context", [40, 12, 2])
+def test_prompts_leave_room_for_a_response(context):
+    rows = parity_rows([list(range(50))], samples=3, context=context, window=None)
+    assert max(map(len, rows.sequences)) == context
+    assert min(map(len, rows.prompts)) >= 1
+    assert min(map(len, rows.responses)) >= 1
 
 
 def test_a_fault_in_one_row_is_seen():
