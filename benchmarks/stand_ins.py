@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from rlhf_core.actors.checkpointing import SavedCheckpoint
+from rlhf_core.actors.checkpointing import Room, SavedCheckpoint
 from rlhf_core.actors.jobs import ExperienceJob, GenerateJob, ScoreJob, StageResult, UpdateJob
 from rlhf_core.algorithms.parity import ParityRows
 from rlhf_core.arrays import ragged
@@ -128,6 +128,9 @@ class StandIns:
 
     def on_sequence_logprobs(self, place: int, version: int, sequences: Sequence[Sequence[int]]) -> list[np.ndarray]:
         return [np.zeros(len(sequence) - 1) for sequence in sequences]
+
+    def on_checkpoint_room(self, place: int) -> Room:
+        return Room.at(Path.cwd(), 0)
 
     def on_save_checkpoint(self, place: int, version: int, attempt: str, prefix: str) -> None:
         key, data = f"{prefix}/rank{place}.pt", f"{version} {place}".encode()

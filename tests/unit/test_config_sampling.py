@@ -4,9 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from rlhf_core.config import RunConfig, check_sampling, override_config, parse_config
+from rlhf_core.config import RunConfig, check_sampling, config_fields, parse_config, stored_config
 from rlhf_core.config.sampling import REFUSED_OPTIONS
 from rlhf_core.errors import ConfigError
+from rlhf_core.manifests import PromptsManifest, RunRecord, Shard
+
+
+def forked(overrides):
+    """The configuration of a fork of a run with the defaults."""
+    prompts = PromptsManifest(train=Shard(key="k", first_row=0, rows=1, bytes=1, blake3="b", ids_digest="d"))
+    record = RunRecord(run="r", created="2026-01-01", prompts=prompts, **config_fields(RunConfig(run="r")))
+    return stored_config(record, overrides)
 
 
 @pytest.mark.parametrize("option", sorted(REFUSED_OPTIONS))
@@ -37,7 +45,7 @@ def test_every_problem_is_named():
 
 def test_an_override_is_checked_too():
     with pytest.raises(ConfigError, match=r"generate\.engine\.seed"):
-        override_config(RunConfig(), ["generate.engine.seed=1"])
+        forked(["generate.engine.seed=1"])
 
 
 SHAPING = ["top_p=0.9", "top_k=20", "min_p=0.05", "min_new_tokens=3"]
@@ -48,15 +56,15 @@ def test_a_part_of_the_distribution_is_not_compared_with_the_whole(setting):
     key, _, value = setting.partition("=")
     words = rf"generate\.{key} = {value}: .*{{}} compares .* set algorithm\.importance_cap = 0"
     with pytest.raises(ConfigError, match=words.format(r"algorithm\.importance_cap = 2\.0")):
-        override_config(RunConfig(), [f"generate.{setting}"])
+        forked([f"generate.{setting}"])
     with pytest.raises(ConfigError, match=words.format(r"guards\.max_engine_gap = 0\.1")):
-        override_config(RunConfig(), [f"generate.{setting}", "algorithm.importance_cap=0", "guards.max_engine_gap=0.1"])
-    config = override_config(RunConfig(), [f"generate.{setting}", "algorithm.importance_cap=0"])
+        forked([f"generate.{setting}", "algorithm.importance_cap=0", "guards.max_engine_gap=0.1"])
+    config = forked([f"generate.{setting}", "algorithm.importance_cap=0"])
     assert config.generate.reshaping == [f"generate.{key} = {value}"]
 
 
 def test_stopping_earlier_is_no_other_distribution():
-    config = override_config(RunConfig(), ['generate.stop=["\\n"]', "generate.stop_token_ids=[5]"])
+    config = forked(['generate.stop=["\\n"]', "generate.stop_token_ids=[5]"])
     assert config.generate.reshaping == []
 
 
