@@ -18,15 +18,15 @@ from tests.fixtures.whole_run import CONFIG, Run
 
 
 class MadeUpEngine:
-    """Draws tokens from the seed of each prompt, or from its ids without one; groups finish in reverse order."""
+    """Draws tokens from the seed of each sample, or for greedy from the prompt's ids; groups finish in reverse order."""
 
-    def __init__(self, settings):
+    def __init__(self, settings, progress):
         self.version = 0
 
-    def generate(self, prompts, sampling, version, seed=None):
-        assert seed is None or len(seed) == len(prompts)
+    def generate(self, prompts, sampling, version, seeds):
+        assert [len(own) for own in seeds] == [sampling.samples] * len(prompts)
         for index in reversed(range(len(prompts))):
-            drawn = [(seed[index] if seed else sum(prompts[index])) // 7**n for n in range(sampling.samples)]
+            drawn = seeds[index] if sampling.temperature else [sum(prompts[index])]
             yield FinishedGroup(index, [[n % 7, n % 5] for n in drawn], [], ["stop"] * sampling.samples, 0.1)
 
 
@@ -58,7 +58,7 @@ def evaluated(tmp_path, monkeypatch):
         context = SimpleNamespace(
             config=parse_config({**CONFIG, "seed": seed}),
             cluster=SimpleNamespace(epoch=0, engines=range(engines), rewards=range(workers)),
-            engines=SimpleNamespace(handles=[Handle(actor) for actor in rollout]),
+            engines=SimpleNamespace(handles=[Handle(actor) for actor in rollout], watch=lambda beside: None),
             rewards=SimpleNamespace(handles=[Handle(actor) for actor in reward]),
             deadline=60.0,
         )
