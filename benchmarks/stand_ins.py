@@ -12,12 +12,11 @@ import pyarrow as pa
 
 from rlhf_core.actors.checkpointing import Room, SavedCheckpoint
 from rlhf_core.actors.jobs import ExperienceJob, GenerateJob, ScoreJob, StageResult, UpdateJob
-from rlhf_core.algorithms.parity import ParityRows
+from rlhf_core.algorithms.parity import ParityRows, PlainLogprobs
 from rlhf_core.arrays import ragged
 from rlhf_core.buffer import StageWriter, read_rows
 from rlhf_core.config import RunConfig
 from rlhf_core.config.learning import LearnSettings
-from rlhf_core.engines.plain_model import PlainLogprobs
 from rlhf_core.manifests import ClusterRef, Shard, StageManifest, StoredFile
 from rlhf_core.metrics import Max, Mean, Metric
 from rlhf_core.prompts.table import PromptTable

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import astuple, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from prefect import task
@@ -18,7 +18,7 @@ from prefect.cache_policies import NO_CACHE
 from prefect.logging import get_run_logger
 
 from rlhf_core import layout
-from rlhf_core.algorithms.parity import Gap, ParityRows, bound, gap, parity_rows
+from rlhf_core.algorithms.parity import Gap, ParityRows, PlainLogprobs, bound, gap, parity_rows
 from rlhf_core.config import RunConfig
 from rlhf_core.errors import ModelError, WorkerDied, WorkerError
 from rlhf_core.manifests import ClusterRef, ParityRecord
@@ -30,9 +30,6 @@ from tasks.handover import to_engines, to_trainers
 from tasks.layouts import find_parity
 from tasks.preflight import context_length, model_folder
 from tasks.sync import push_weights
-
-if TYPE_CHECKING:
-    from rlhf_core.engines.plain_model import PlainLogprobs
 
 #: Prompts of the run and samples of each that are compared.
 _PROMPTS, _SAMPLES = 4, 3

@@ -20,14 +20,14 @@ from rlhf_core.actors.weight_push import EngineSink
 from rlhf_core.algorithms.advantages import group_relative, per_token
 from rlhf_core.algorithms.batching import plan_microbatches
 from rlhf_core.algorithms.correction import mismatch
-from rlhf_core.algorithms.parity import ParityRows
+from rlhf_core.algorithms.parity import ParityRows, PlainLogprobs
 from rlhf_core.arrays import flat, ragged
 from rlhf_core.bases import environment_id
 from rlhf_core.buffer import StageWriter, read_rows
 from rlhf_core.config.learning import LearnSettings
 from rlhf_core.engines.exactness import SelfTest, self_test
 from rlhf_core.engines.experience import Experience
-from rlhf_core.engines.plain_model import PlainLogprobs, plain_logprobs
+from rlhf_core.engines.plain_model import plain_logprobs
 from rlhf_core.engines.probes import layout_logprobs, probe_logprobs
 from rlhf_core.engines.rows import TokenRows, units_of
 from rlhf_core.engines.zero3_engine import TrainerSettings, Zero3Engine

@@ -41,6 +41,16 @@ class ParityRows:
 
 
 @dataclass(frozen=True)
+class PlainLogprobs:
+    """What the plain model says: logprobs at temperature 1 of the response tokens of each row, float32."""
+
+    own: list[np.ndarray]
+    """The model in the type that is trained in."""
+    exact: list[np.ndarray]
+    """The same weights, computed in float32."""
+
+
+@dataclass(frozen=True)
 class Gap:
     """How far logprobs are from others, in nats."""
 

@@ -5,26 +5,16 @@ from __future__ import annotations
 import gc
 import inspect
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
+from rlhf_core.algorithms.parity import PlainLogprobs
 from rlhf_core.engines.heap import trim_heap
 
 #: Memory per parameter, in bytes, while the model goes from its own type to float32.
 _BYTES = 5
-
-
-@dataclass(frozen=True)
-class PlainLogprobs:
-    """Logprobs at temperature 1 of the response tokens of each row, float32."""
-
-    own: list[np.ndarray]
-    """The model in the type that is trained in."""
-    exact: list[np.ndarray]
-    """The same weights, computed in float32."""
 
 
 def plain_logprobs(
