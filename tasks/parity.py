@@ -7,8 +7,10 @@ does not agree is not used: samples then no longer share their prompt. Everythin
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import astuple, replace
 from typing import Any
 
@@ -34,7 +36,7 @@ from tasks.sync import push_weights
 #: Prompts of the run and samples of each that are compared.
 _PROMPTS, _SAMPLES = 4, 3
 
-_PADDED, _SHARED = "trainer, padded rows", "trainer, shared prompts"
+_PADDED, _SHARED, _YARDSTICK = "trainer, padded rows", "trainer, shared prompts", "plain model in its own type"
 
 
 @task(name="parity", task_run_name="parity", persist_result=False, cache_policy=NO_CACHE)
@@ -49,9 +51,10 @@ def parity(config: RunConfig, cluster: ClusterRef) -> ParityRecord:
     rows = _rows(context, facts)
     engines = _engines_as_loaded(context, rows)
     to_trainers(context)
-    plain: PlainLogprobs | None = context.trainers.call("plain_logprobs", rows, seconds=context.deadline)[0]
-    padded = _layout(context, rows, share=False)
-    shared = _layout(context, rows, share=True)
+    with _refusing(facts, config, "transformers cannot compute it here"):
+        plain: PlainLogprobs | None = context.trainers.call("plain_logprobs", rows, seconds=context.deadline)[0]
+    with _refusing(facts, config, "the trainer cannot compute it"):
+        padded, shared = (_layout(context, rows, share) for share in (False, True))
     engines |= _engines_after_push(context, rows, facts)
     assert isinstance(padded, list)
     truth = plain.exact if plain is not None else padded
@@ -59,12 +62,13 @@ def parity(config: RunConfig, cluster: ClusterRef) -> ParityRecord:
     limit = bound(config.model.dtype, yardstick, config.probe_tolerance if plain is None else config.sync.tolerance)
     gaps = {name: _gap(logprobs, truth, rows) for name, logprobs in {_PADDED: padded, **engines}.items()}
     _require(gaps, limit, facts, config)
-    reason = f"layers of kind {shared}" if isinstance(shared, str) else ""
-    if not isinstance(shared, str):
+    if isinstance(shared, str):
+        reason = shared
+    else:
         gaps[_SHARED] = gap(shared, truth)
         reason = "" if gaps[_SHARED].within(limit) else _figures(_SHARED, gaps[_SHARED], limit)
     if yardstick is not None:
-        gaps["plain model in its own type"] = yardstick
+        gaps[_YARDSTICK] = yardstick
     record = ParityRecord(
         run=context.lineage.branch_of_version(0),
         dtype=config.model.dtype,
@@ -72,7 +76,7 @@ def parity(config: RunConfig, cluster: ClusterRef) -> ParityRecord:
         reason=reason,
         plain=plain is not None,
         bound=astuple(limit),
-        gaps={name: astuple(value) for name, value in gaps.items()},
+        gaps={name: astuple(value) for name, value in gaps.items() if math.isfinite(value.mean)},
         rows=len(rows.groups),
         seconds=time.monotonic() - started,
     )
@@ -100,17 +104,23 @@ def _engines_as_loaded(context: StageContext, rows: ParityRows) -> dict[str, lis
 
 def _engines_after_push(context: StageContext, rows: ParityRows, facts: ModelFacts) -> dict[str, list[np.ndarray]]:
     digest = context.trainers.call("weights_digest", 0, seconds=context.deadline)[0]
-    try:
+    with _refusing(
+        facts, context.config, "its weights do not get from the trainer into the engine, so no update could"
+    ):
         push_weights(context, 0, digest)
+    to_engines(context)
+    return _engine_logprobs(context, rows, " after a push of the same weights")
+
+
+@contextmanager
+def _refusing(facts: ModelFacts, config: RunConfig, what: str) -> Iterator[None]:
+    """What fails in a living worker here is the model's, and would fail again in a new one."""
+    try:
+        yield
     except WorkerDied:
         raise
     except WorkerError as error:
-        raise ModelError(
-            f"{facts.architecture} ({context.config.model.source}): its weights do not get from the trainer into the engine, so "
-            f"no update could: {error}"
-        ) from error
-    to_engines(context)
-    return _engine_logprobs(context, rows, " after a push of the same weights")
+        raise ModelError(f"{facts.architecture} ({config.model.source}): {what}: {error}") from error
 
 
 def _engine_logprobs(context: StageContext, rows: ParityRows, when: str) -> dict[str, list[np.ndarray]]:
@@ -161,7 +171,8 @@ def _require(gaps: dict[str, Gap], limit: Gap, facts: ModelFacts, config: RunCon
 
 def _log(record: ParityRecord, facts: ModelFacts, config: RunConfig) -> None:
     logger = get_run_logger()
-    worst = max(mean for name, (mean, _) in record.gaps.items() if record.share_prompts or name != _SHARED)
+    left_out = {_YARDSTICK} if record.share_prompts else {_YARDSTICK, _SHARED}
+    worst = max(mean for name, (mean, _) in record.gaps.items() if name not in left_out)
     logger.info("trainer and engines agree with the plain model: %.5f nats (bound %.5f)", worst, record.bound[0])
     if not record.plain:
         logger.warning("the plain model does not fit the memory a second time: trainer and engines were compared only")

@@ -18,15 +18,22 @@ if TYPE_CHECKING:
 def layout_logprobs(engine: Zero3Engine, rows: ParityRows) -> dict[int, np.ndarray] | str:
     """This rank's share of the rows as an update would compute them: row -> logprobs at temperature 1; collective.
 
-    Where the settings share prompts and the model has layers that no mask keeps apart, their kinds.
+    Where the settings share prompts and the model does not let samples do so, why.
     """
     optim = engine.settings.optim
     if optim.share_prompts and engine.policy.kinds.unmaskable:
-        return ", ".join(engine.policy.kinds.unmaskable)
+        return f"layers of kind {', '.join(engine.policy.kinds.unmaskable)}"
     tokens = TokenRows(*_ragged(rows.prompts), *_ragged(rows.responses))
     units = units_of(range(len(rows.groups)), torch.tensor(rows.groups), optim.share_prompts)
     plan = engine.plan(tokens, units)[engine.settings.rank]
-    scores = engine.logprobs(tokens, plan, temperature=1.0, training=True)
+    try:
+        scores = engine.logprobs(tokens, plan, temperature=1.0, training=True)
+    except torch.OutOfMemoryError:
+        raise
+    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        if not optim.share_prompts:
+            raise
+        return f"{type(error).__name__}: {error}"  # a model that takes no mask of this form fails as it likes
     return {row: logprobs.numpy() for row, (logprobs, _) in scores.items()}
 
 

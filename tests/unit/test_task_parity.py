@@ -172,6 +172,29 @@ def test_layers_that_no_mask_keeps_apart_fall_back_to_padded_rows(world, caplog)
     assert made.config.learn.optim.share_prompts, "the configuration stays what the user wrote"
 
 
+def test_a_model_that_takes_no_mask_falls_back_with_its_own_words(world, monkeypatch):
+    made = world("llama")
+
+    def masks(self, mask, positions):
+        raise TypeError("no mask, please")
+
+    monkeypatch.setattr("rlhf_core.engines.attention.LayerKinds.masks", masks)
+    record = run(made)
+    assert (record.share_prompts, record.reason) == (False, "TypeError: no mask, please")
+
+
+def test_a_layout_without_a_number_is_left_out(world, monkeypatch):
+    made = world("llama")
+    monkeypatch.setattr(
+        "rlhf_core.engines.attention.LayerKinds.masks",
+        lambda self, mask, positions: torch.full_like(mask, torch.nan).float(),
+    )
+    record = run(made)
+    assert not record.share_prompts
+    assert "nan nats" in record.reason
+    assert "trainer, shared prompts" not in record.gaps
+
+
 def test_a_layout_that_does_not_agree_is_found_by_its_figures(world, monkeypatch):
     made = world("mistral-window")
     monkeypatch.setattr("rlhf_core.engines.attention.LayerKinds._mask", lambda self, name, mask, positions: mask)
