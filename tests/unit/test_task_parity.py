@@ -14,6 +14,7 @@ import tasks.parity
 from infra.object_store import LocalObjectStore
 from rlhf_core import layout
 from rlhf_core.config import RunConfig, parse_config
+from rlhf_core.engines.head import LogprobHead
 from rlhf_core.engines.plain_model import plain_logprobs
 from rlhf_core.engines.policy_model import load_policy
 from rlhf_core.engines.probes import layout_logprobs, probe_logprobs
@@ -185,10 +186,19 @@ def test_a_model_that_takes_no_mask_falls_back_with_its_own_words(world, monkeyp
 
 def test_a_layout_without_a_number_is_left_out(world, monkeypatch):
     made = world("llama")
-    monkeypatch.setattr(
-        "rlhf_core.engines.attention.LayerKinds.masks",
-        lambda self, mask, positions: torch.full_like(mask, torch.nan).float(),
-    )
+    plain_head = LogprobHead.forward
+
+    def broken(self, hidden, targets, temperature):
+        logprobs, entropies = plain_head(self, hidden, targets, temperature)
+        return (logprobs * torch.nan if made.sharing else logprobs), entropies
+
+    def masks(self, mask, positions):
+        made.sharing = True
+        return mask
+
+    made.sharing = False
+    monkeypatch.setattr(LogprobHead, "forward", broken)
+    monkeypatch.setattr("rlhf_core.engines.attention.LayerKinds.masks", masks)
     record = run(made)
     assert not record.share_prompts
     assert "nan nats" in record.reason
