@@ -49,7 +49,9 @@ class StandIns:
     def call(self, method: str, *arguments: Any, seconds: float) -> list[Any]:
         return self.call_each(method, [arguments] * len(self.names), seconds=seconds)
 
-    def call_each(self, method: str, arguments: Sequence[tuple[Any, ...]], *, seconds: float) -> list[Any]:
+    def call_each(
+        self, method: str, arguments: Sequence[tuple[Any, ...]], *, seconds: float, beside: object = None
+    ) -> list[Any]:
         return [getattr(self, f"on_{method}")(place, *each) for place, each in enumerate(arguments)]
 
     call_surviving = call_each
