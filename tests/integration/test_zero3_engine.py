@@ -439,35 +439,3 @@ def test_the_reference_is_the_starting_policy_and_stays(two_ranks, tiny_model, m
 def test_there_is_no_reference_without_a_kl_term(one_rank, tiny_model, make_experience):
     with one_rank.engine(tiny_model) as engine, pytest.raises(RuntimeError, match="no reference model was loaded"):
         engine.logprobs(make_experience().tokens, reference=True)
-
-
-# Exactness
-
-
-@pytest.mark.parametrize("ranks", ["one_rank", "two_ranks"])
-def test_the_self_test_leaves_the_state_as_it_was(request, tiny_model, make_experience, ranks):
-    experience = make_experience()
-    with request.getfixturevalue(ranks).engine(tiny_model, learning_rate=1e-3) as tested:
-        start = tested.digest()
-        found = tested.each("self_test", [()] * tested.ranks.world)
-        assert all(result.exact and not result.reason for result in found)
-        assert tested.digest() == start
-        tested.update(experience)
-        after = tested.digest()
-        assert all(result.exact for result in tested.each("self_test", [()] * tested.ranks.world))  # with moments, too
-        assert tested.digest() == after
-        tested.update(experience, iteration=1)
-        last = tested.digest()
-    with request.getfixturevalue(ranks).engine(tiny_model, learning_rate=1e-3) as plain:
-        plain.update(experience)
-        plain.update(experience, iteration=1)
-        assert plain.digest() == last
-
-
-def test_ranks_agree_about_their_environment(two_ranks, tiny_model):
-    with two_ranks.engine(tiny_model) as engine:
-        one, other = (environment for environment, _ in engine.outcomes("get", "environment"))
-    assert one == other
-    assert one["ranks"] == 2
-    assert len(one["processors"]) == 2
-    assert one["deterministic"]
