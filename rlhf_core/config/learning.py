@@ -37,7 +37,7 @@ class GenerateConfig(Section):
     exact_groups: int = Field(default=0, ge=0)
     """Groups that an engine runs together, cut off from all others: a generation that was cut off then continues bit by bit
     as if it had not been. Slower; 0 runs all groups together, and what is generated anew after a cut is what was lost up
-    to the last bits of the logprobs, which may turn a token here and there."""
+    to the last bits of the logprobs; a token that they turn makes what follows it another draw."""
     engine: dict[str, Any] = {}
     """Further vLLM engine arguments, passed through as they are (`max_num_seqs`, `enforce_eager`, ...), but for those that
     would change what is recorded."""
