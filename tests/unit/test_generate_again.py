@@ -66,7 +66,7 @@ class StandIn:
 @pytest.fixture
 def stage(tmp_path, monkeypatch):
     """Function: (iteration, kills, fresh) -> responses by (group, sample), after so many attempts that were killed."""
-    monkeypatch.setattr(rollout_actor, "VllmEngine", lambda settings: settings)
+    monkeypatch.setattr(rollout_actor, "VllmEngine", lambda settings, progress: settings)
     store = LocalObjectStore(tmp_path / "store")
     config = parse_config(
         {

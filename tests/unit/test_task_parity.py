@@ -23,6 +23,7 @@ from rlhf_core.engines.zero3_engine import Zero3Engine
 from rlhf_core.errors import ModelError, WorkerDied, WorkerError
 from rlhf_core.manifests import ClusterRef, ParityRecord, PromptsManifest, RunRecord
 from rlhf_core.models import ModelFacts
+from rlhf_core.progress import Progress
 from rlhf_core.prompts.table import write_prompts
 from rlhf_core.records import commit_record, find_record
 from rlhf_core.testing.families import VOCABULARY, make_family
@@ -54,6 +55,7 @@ def rank(policy, learn):
     """A single rank without DeepSpeed: there is nothing to gather."""
     engine = Zero3Engine.__new__(Zero3Engine)
     engine.policy = engine.engine = policy
+    engine.progress = Progress()
     engine.device, engine.settings = torch.device("cpu"), SimpleNamespace(optim=learn.optim, world_size=1, rank=0)
     return engine
 

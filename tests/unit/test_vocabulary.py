@@ -8,6 +8,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from rlhf_core.config.data import PromptsConfig
 from rlhf_core.errors import ModelError
 from rlhf_core.models.tokenizer import text_tokenizer
 from rlhf_core.prompts.prompt import Prompt
@@ -46,7 +47,7 @@ def save(tmp_path):
 
 def tokenized(folder, *texts):
     prompts = [Prompt(f"p{n}", text) for n, text in enumerate(texts)]
-    return tokenize_prompts(prompts, folder, system=None, max_prompt_tokens=None, context=512, max_new_tokens=8)
+    return tokenize_prompts(prompts, folder, PromptsConfig(), context=512, max_new_tokens=8).kept
 
 
 def test_a_token_that_the_model_does_not_know(save):
