@@ -64,7 +64,7 @@ def check_before_start(config: RunConfig) -> list[str]:
 
 
 def _warnings(config: RunConfig, folder: Path, facts: ModelFacts) -> list[str]:
-    unended = unended_turn(folder, (*facts.eos_ids, *config.generate.stop_token_ids))
+    unended = unended_turn(folder, (*facts.eos_ids, *config.generate.stop_token_ids), config.prompts.template)
     if unended is None:
         return []
     token, text = unended

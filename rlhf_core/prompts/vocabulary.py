@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rlhf_core.errors import ModelError
 from rlhf_core.models.tokenizer import chat_tokenizer, text_tokenizer
@@ -36,18 +36,19 @@ def check_vocabulary(prompts: pa.Table, folder: str | Path, vocab_size: int) -> 
     )
 
 
-def unended_turn(folder: str | Path, end_ids: Collection[int]) -> tuple[int, str] | None:
+def unended_turn(
+    folder: str | Path, end_ids: Collection[int], variables: Mapping[str, Any] | None = None
+) -> tuple[int, str] | None:
     """Id and text of the token with which the chat template ends a response, if it is none of the model's end tokens; else None.
 
     None too where the template ends responses with ordinary text, or cannot render a conversation of two turns.
+    ``variables``: those of the template.
     """
-    from jinja2.exceptions import TemplateError
-
     tokenizer = chat_tokenizer(folder)
     turns = [{"role": "user", "content": "A question."}, {"role": "assistant", "content": _RESPONSE}]
     try:
-        text = tokenizer.apply_chat_template(turns, tokenize=False)
-    except TemplateError:
+        text = tokenizer.apply_chat_template(turns, tokenize=False, **(variables or {}))
+    except Exception:  # noqa: BLE001  # boundary: a template may fail in any way on turns that no prompt has
         return None
     after = text.rpartition(_RESPONSE)[2] if _RESPONSE in text else ""
     tokens = tokenizer(after.lstrip(), add_special_tokens=False)["input_ids"]
