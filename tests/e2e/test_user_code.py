@@ -69,7 +69,7 @@ def folder(world):
 def hanging(world, folder):
     """Run ``u``, stopped by a function that hangs in the workers; the processes of its actors."""
     (folder / "grading.py").write_text(HANGS)
-    done = train(world, "u", JUDGE_LIMIT="1")
+    done = train(world, "code", JUDGE_LIMIT="1")
     return done, {process.pid for process in world.actor_processes()}
 
 
@@ -78,7 +78,7 @@ def repaired(world, folder, hanging):
     """Run ``u`` after the file beside the function was repaired, with another value of the variable."""
     (folder / "grading.py").write_text(WORKS)
     before = {process.pid for process in world.actor_processes()}
-    return before, world.rlhf("resume", "u", timeout=300, JUDGE_LIMIT="2")
+    return before, world.rlhf("resume", "code", timeout=300, JUDGE_LIMIT="2")
 
 
 def test_a_function_that_hangs_in_a_worker_ends_at_its_deadline(world, hanging):
@@ -92,7 +92,7 @@ def test_the_next_command_uses_what_was_repaired(world, hanging, repaired):
     before, done = repaired
     assert done.returncode == 0, done.stderr
     assert before == hanging[1], "the actors lived on"
-    rollouts = world.json("rollouts", "u", "1")
+    rollouts = world.json("rollouts", "code", "1")
     assert len(rollouts) == 8
     for index, rollout in enumerate(rollouts):
         text = rollout["response"]
@@ -105,24 +105,24 @@ def test_the_next_command_uses_what_was_repaired(world, hanging, repaired):
 
 
 def test_an_evaluation_without_any_score_has_no_figure(world, repaired):
-    record = world.record("runs/u/evaluations/v0000000000.json")
+    record = world.record("runs/code/evaluations/v0000000000.json")
     assert {k: v for k, v in record["metrics"].items() if k.endswith(("reward", "invalid_data"))} == {
         "greedy/reward/invalid_data": 3.0,
         "sampled/reward/invalid_data": 6.0,
     }
-    assert world.json("show", "u")["reward_before"] is None
+    assert world.json("show", "code")["reward_before"] is None
     assert "- before, - after" in repaired[1].stdout
 
 
 def test_values_of_variables_are_not_stored(world, repaired):
-    secret = json.dumps(world.record("runs/u/run.json")["config"]["reward"]["environment"])
+    secret = json.dumps(world.record("runs/code/run.json")["config"]["reward"]["environment"])
     assert secret == '["JUDGE_LIMIT"]'
 
 
 def test_an_evaluation_does_not_depend_on_the_number_of_engines(world, folder, repaired):
-    done = train(world, "u1", "iterations=1", "resources.engines=1", "resources.reward_workers=1", JUDGE_LIMIT="2")
+    done = train(world, "code-1", "iterations=1", "resources.engines=1", "resources.reward_workers=1", JUDGE_LIMIT="2")
     assert done.returncode == 0, done.stderr
-    one, two = (world.record(f"runs/{run}/evaluations/v0000000000.json")["samples"] for run in ("u1", "u"))
+    one, two = (world.record(f"runs/{run}/evaluations/v0000000000.json")["samples"] for run in ("code-1", "code"))
     assert [s["response"] for s in one] == [s["response"] for s in two]
     assert len({s["response"] for s in one if s["kind"] == "sampled"}) > 3
 
