@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rlhf_core.errors import ConfigError, FencedOut, IntegrityError, StaleEngine
-from rlhf_core.models import check_model_folder
+from rlhf_core.models import end_tokens
 from rlhf_core.progress import Progress
 
 if TYPE_CHECKING:
@@ -185,7 +185,7 @@ class VllmEngine:
         self.llm = LLM(**to_vllm_args(settings))
         self.llm.collective_rpc("rlhf_draw_by_position")
         #: vLLM looks for end tokens in generation_config.json and the tokenizer only, and not in config.json.
-        self.end_ids = check_model_folder(settings.model).eos_ids
+        self.end_ids = end_tokens(settings.model)
         self.version: int | None = 0  # what the model folder holds; None while an update is under way or has failed
         self.digest: str | None = None  # of the weights that the last update brought; None: those of the model folder
         self._sleeping: set[str] = set()

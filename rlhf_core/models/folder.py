@@ -93,6 +93,14 @@ def _first(*values: Any) -> Any:
     return next((value for value in values if value is not None), None)
 
 
+def end_tokens(path: str | Path) -> tuple[int, ...]:
+    """Ids of the tokens that end a response, from config.json and generation_config.json alone. ModelError as above."""
+    folder = Path(path).expanduser()
+    config = _config(folder)
+    generation = _json(folder, "generation_config.json") if (folder / "generation_config.json").is_file() else {}
+    return _eos_ids(folder, config, generation, _number(folder, config, "vocab_size"))
+
+
 def _eos_ids(folder: Path, config: dict[str, Any], generation: dict[str, Any], vocab_size: int) -> tuple[int, ...]:
     eos = _first(generation.get("eos_token_id"), config.get("eos_token_id"))
     ids = tuple(e for e in (eos if isinstance(eos, list) else [eos]) if isinstance(e, int))

@@ -128,7 +128,7 @@ def test_a_retried_run_leaves_no_task_run_of_its_killed_process(world, until):
         except psutil.Error:
             continue
     until(lambda: world.flow_run(flow_run)["state_type"] == "CRASHED", seconds=120, pause=0.5)
-    assert "iteration-000001" in alive(world, "struck")
+    assert alive(world, "struck")  # which ones depends on what the killed process had told the server yet
     state = {"type": "SCHEDULED", "name": "AwaitingRetry", "message": "Retry from the UI"}
     assert world.prefect(f"flow_runs/{flow_run}/set_state", {"state": state, "force": False})["status"] == "ACCEPT"
     until(lambda: world.flow_run(flow_run)["state_type"] in ENDED, seconds=240, pause=0.5)
@@ -142,4 +142,4 @@ def test_a_retried_run_leaves_no_task_run_of_its_killed_process(world, until):
 
     own = ("preflight", "cluster", "iteration-000001", "iteration-000002", "export-v3")
     until(lambda: states(2, *own) == dict.fromkeys(own, "Completed"))  # Prefect hears of them later
-    assert states(1, "iteration-000001") == {"iteration-000001": "Replaced"}
+    assert not alive(world, "struck")

@@ -72,12 +72,14 @@ def test_a_waiting_run_gets_the_devices_of_one_that_nobody_drives(run, hold, mon
     hold(failed)
     drive(failed).release()
     monkeypatch.setattr(room, "_GRACE_SECONDS", 0.0)
-    group = reserve(PLAN, reservation_name(waiting), SECONDS, partial(room.make_room, waiting))
-    assert group.wait(timeout_seconds=0)
-    assert not holds(failed)
-    assert not is_reserved(reservation_name(failed))
-    drive(failed).release()  # it may be driven again
-    release(reservation_name(waiting))
+    try:
+        group = reserve(PLAN, reservation_name(waiting), SECONDS, partial(room.make_room, waiting))
+        assert group.wait(timeout_seconds=SECONDS)
+        assert not holds(failed)
+        assert not is_reserved(reservation_name(failed))
+        drive(failed).release()  # it may be driven again
+    finally:
+        release(reservation_name(waiting))
 
 
 def test_who_has_a_driver_keeps_its_devices(run, hold, monkeypatch):
