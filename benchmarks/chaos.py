@@ -1,6 +1,7 @@
 """Seeded kills and store faults against real runs, compared with an undisturbed one.
 
     python benchmarks/chaos.py OUT.json [--strikes 100] [--seed 0] [--iterations 10] [--strikes-a-run 12] [--only FAULT ...]
+                               [--gpus N]
 
 Every run ends by the documented command alone: `rlhf train` with the same words, given again whenever it fails or was killed.
 Prints a line a run and a table by fault. Nothing else needs to be quiet meanwhile: nothing here is about time.
@@ -60,12 +61,13 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--iterations", type=int, default=10)
     parser.add_argument("--strikes-a-run", type=int, default=12)
+    parser.add_argument("--gpus", type=int, default=0, help="train on so many GPUs instead of the CPU")
     parser.add_argument("--only", nargs="+", choices=FAULTS, default=list(FAULTS), metavar="FAULT")
     arguments = parser.parse_args()
     results = []
     struck: Counter[str] = Counter()
     bad: Counter[str] = Counter()
-    with chaos_world(arguments.iterations) as world:
+    with chaos_world(arguments.iterations, arguments.gpus) as world:
         faults = [fault for fault in arguments.only if fault != DISK_FULL or world.disk_refused is None]
         if world.disk_refused is not None:
             print(f"no disk can be filled here: {world.disk_refused}")

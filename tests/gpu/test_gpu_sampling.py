@@ -29,7 +29,7 @@ def test_what_is_drawn_again_is_what_was_drawn(tmp_path, newer):
     sizes = [f"--{name}={value}" for name, value in SIZES.items()]
     done = subprocess.run(
         [sys.executable, str(BENCHMARK), model, "--device=gpu", "--dtype=float32", *sizes],
-        env={**os.environ, "PYTHONPATH": str(BENCHMARK.parents[1]), "VLLM_USE_V2_MODEL_RUNNER": str(int(newer))},
+        env={**os.environ, "VLLM_USE_V2_MODEL_RUNNER": str(int(newer))},
         capture_output=True, text=True, timeout=800, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]

@@ -18,7 +18,7 @@ TOLERANCE = 1e-4
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory):
     """Family -> what was measured, all in one process of their own."""
-    command = [sys.executable, str(SCRIPT), str(tmp_path_factory.mktemp("families")), *FAMILIES]
+    command = [sys.executable, str(SCRIPT), "cpu", str(tmp_path_factory.mktemp("families")), *FAMILIES]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(SCRIPT.parents[2])}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=280)
     assert done.returncode == 0, done.stderr[-2000:]
