@@ -5,6 +5,7 @@ PRESET ?= laptop
 ARGS ?=
 LOCK ?= cpu
 VENV ?= .venv
+WORKERS ?= 2
 
 BIN := $(VENV)/bin
 LOCK_FILE := requirements/$(LOCK).txt
@@ -37,8 +38,9 @@ env: $(READY)
 train: $(READY)
 	$(RUN) rlhf train $(PRESET) $(ARGS)
 
+# Much of a test is waiting for a process to start: two at a time use both cores of a small machine.
 test: lint
-	$(RUN) python -m pytest
+	$(RUN) python -m pytest --numprocesses $(WORKERS) --dist loadgroup --no-loadscope-reorder
 
 lint: $(READY)
 	$(RUN) ruff format --check .

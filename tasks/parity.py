@@ -34,7 +34,7 @@ from tasks.preflight import context_length, model_folder
 from tasks.sync import push_weights
 
 #: Prompts of the run and samples of each that are compared.
-_PROMPTS, _SAMPLES = 4, 3
+_PROMPTS, _SAMPLES = 4, 2
 
 _PADDED, _SHARED, _YARDSTICK = "trainer, padded rows", "trainer, shared prompts", "plain model in its own type"
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from rlhf_core.engines.imports import import_for_good
 from rlhf_core.errors import ConfigError, FencedOut, IntegrityError, StaleEngine
 from rlhf_core.models import end_tokens
 from rlhf_core.progress import Progress
@@ -178,6 +179,7 @@ class VllmEngine:
 
     def __init__(self, settings: EngineSettings, progress: Progress | None = None) -> None:
         os.environ.update(engine_environment(settings))  # vLLM has no other way to be told
+        import_for_good(("vllm", "vllm.v1.engine.llm_engine", f"vllm.v1.worker.{settings.device}_worker"))
         from vllm import LLM
 
         check_options(settings.options)

@@ -23,6 +23,7 @@ from rlhf_core.engines.checkpoint_names import CheckpointNames
 from rlhf_core.engines.exactness import describe_environment, use_deterministic_kernels
 from rlhf_core.engines.experience import Experience
 from rlhf_core.engines.heap import trim_heap
+from rlhf_core.engines.imports import import_for_good
 from rlhf_core.engines.offload import Offloader
 from rlhf_core.engines.policy_model import PolicyModel, exported_name, load_policy
 from rlhf_core.engines.random_state import random_state, set_random_state
@@ -410,6 +411,10 @@ def _join(settings: TrainerSettings) -> None:
         LOCAL_RANK="0",
         DS_ACCELERATOR="cpu" if settings.device == "cpu" else "cuda",
     )
+    if settings.device == "cpu":
+        # DeepSpeed compiles an optimizer that is not used here, which imports all of PyTorch's compiler.
+        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+    import_for_good(("deepspeed", "transformers.models.auto.modeling_auto"))
     import deepspeed
     from torch.utils.cpp_extension import get_default_build_root
 

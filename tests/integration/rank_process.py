@@ -19,11 +19,8 @@ def answer(engines: dict[str, Any], operation: str, name: str, arguments: tuple[
     """Do one thing. ``start`` makes an engine, ``drop`` forgets it, ``get`` reads an attribute, ``self_test`` is
     ``exactness.self_test``, the rest are methods."""
     if operation == "start":
-        import transformers  # noqa: F401
-
         from rlhf_core.engines.zero3_engine import Zero3Engine
 
-        gc.freeze()  # what the imports made is never garbage, and looking at it takes longer than anything else here
         engines[name] = Zero3Engine(*arguments)
         return None
     if operation == "drop":
