@@ -40,7 +40,7 @@ train: $(READY)
 
 # Much of a test is waiting for a process to start: two at a time use both cores of a small machine.
 test: lint
-	$(RUN) python -m pytest --numprocesses $(WORKERS) --dist loadgroup --no-loadscope-reorder
+	$(RUN) python -m pytest --numprocesses $(WORKERS) --dist loadscope --no-loadscope-reorder
 
 lint: $(READY)
 	$(RUN) ruff format --check .

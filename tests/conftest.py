@@ -12,10 +12,8 @@ from pathlib import Path
 
 import pytest
 
-TESTS = Path(__file__).parent
-
-#: Fixtures of the session that cost most: their users run in one process, in which such a fixture is made once.
-COSTLY = ("reference", "whole_world", "chaos")
+#: End-to-end tests that compare with the reference run. The others have services of their own.
+COMPARE = ("branches_and_guards", "cancel", "kill_and_continue", "stores_and_drivers", "train_to_the_end")
 
 
 @pytest.fixture(scope="session")
@@ -26,13 +24,7 @@ def tokenizer_folder(tmp_path_factory):
     return tiny_tokenizer_folder(tmp_path_factory.mktemp("tokenizer"))
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(items):
-    users = {}
-    for item in items:
-        users.setdefault(item.path, set()).update(item.fixturenames)
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group(group_of(item.path, users[item.path])))
     if os.environ.get("RLHF_SLOW_TESTS") != "1":
         for item in items:
             if "slow" in item.keywords:
@@ -43,13 +35,23 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
-def group_of(path: Path, fixtures: set[str]) -> str:
-    """Name of the tests that run one after the other in one process: those of a module, or those that share something."""
-    for name in COSTLY:
-        if name in fixtures:
-            return name
-    folder = path.relative_to(TESTS).parts[0]
-    return folder if folder == "integration" else path.stem
+def group_of(path: Path) -> str:
+    """Name of the tests that run one after the other in one process: those of a module, or those that share services."""
+    folder, module = path.parts[-2], path.stem.removeprefix("test_")
+    if folder == "e2e":
+        return "e2e, compared with the reference" if module in COMPARE else "e2e"
+    return folder if folder in ("integration", "chaos", "gpu") else module
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Groups(LoadScopeScheduling):
+        def _split_scope(self, nodeid):
+            return group_of(Path(nodeid.split("::")[0]))
+
+    return Groups(config, log)
 
 
 def cuda_is_there() -> bool:
