@@ -41,7 +41,10 @@ _BY_STAGE: dict[str, dict[str, tuple[str, str]]] = {
         "generate/response_length_min": (_ROWS, "min"),
         "generate/finished_fraction": ("all rows; those that ended by themselves", "mean"),
         "generate/truncated_fraction": ("all rows; those cut at `generate.max_new_tokens`", "mean"),
-        "generate/engine_seconds": ("calls to engines of this attempt", "max"),
+        "generate/engine_seconds": (
+            "calls of this attempt to engines: the longest of those made together, and after deaths the next ones",
+            "sum",
+        ),
         "generate/flush_seconds": ("the same; what they waited for the store at the end", "max"),
         "generate/tokens_per_second": ("`generate/new_tokens` / `generate/engine_seconds`", "ratio"),
         "memory/engine_peak_gib": ("engines, from their start to the end of the stage", "max"),

@@ -179,7 +179,7 @@ class Driver:
         """Summary of the run; its actors end."""
         stop_actors(self.config)
         with only_warns("what killed drivers left may show as running"):
-            end_zombies(self.config.run_id)  # what a killed process sent last may have arrived after the first look
+            end_zombies(self.config)  # what a killed process sent last may have arrived after the first look
         summary = summarize(self.config, time.monotonic() - self.started)
         with only_warns("no summary in Prefect"):
             report_summary(summary)
@@ -194,7 +194,7 @@ def drive(config: RunConfig) -> Iterator[Driver]:
     store = open_run_store(config)
     with Lease.acquire(store, config.run_id, Holder.current(), beats=bare_store(store)) as lease:
         with only_warns("what killed drivers left may show as running"):
-            end_zombies(config.run_id)
+            end_zombies(config)
         lineage = load_lineage(store, config.run_id)
         report(config, store, lineage, load_progress(store, lineage).next_iteration)
         yield Driver(config, lease, lineage)

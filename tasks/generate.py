@@ -19,6 +19,8 @@ from tasks.context import StageContext, split
 from tasks.handover import to_engines
 from tasks.stage import manifest_of, stage_task
 
+_SECONDS = "generate/engine_seconds"
+
 
 @dataclass
 class _Gathered:
@@ -113,6 +115,8 @@ def _jobs(
 
 
 def _collect(gathered: _Gathered, results: Iterable[StageResult | WorkerDied]) -> None:
+    """Add what engines answered that were called together. Their time counts once, the next call comes after it."""
+    round_metrics: list[dict[str, Metric]] = []
     for result in results:
         if not isinstance(result, WorkerDied):
             gathered.shards += result.shards
@@ -120,7 +124,10 @@ def _collect(gathered: _Gathered, results: Iterable[StageResult | WorkerDied]) -
                 "generate/new_tokens": Sum(float(result.metrics["generate/tokens"].value)),
                 "memory/engine_peak_gib": Max(result.peak_gib),
             }
-            gathered.metrics.append(united(result.metrics, own))
+            round_metrics.append(united(result.metrics, own))
+    if round_metrics:
+        together = merge_metrics(round_metrics)
+        gathered.metrics.append(together | {_SECONDS: Sum(together[_SECONDS].value)})
 
 
 def _after_deaths(context: StageContext, identity: str, gathered: _Gathered, dead: Sequence[WorkerDied]) -> _Gathered:
@@ -138,7 +145,7 @@ def _after_deaths(context: StageContext, identity: str, gathered: _Gathered, dea
 def _manifest(context: StageContext, gathered: _Gathered) -> StageManifest:
     metrics = values(merge_metrics(gathered.metrics))
     if "generate/new_tokens" in metrics:
-        metrics["generate/tokens_per_second"] = metrics["generate/new_tokens"] / metrics["generate/engine_seconds"]
+        metrics["generate/tokens_per_second"] = metrics["generate/new_tokens"] / metrics[_SECONDS]
     return manifest_of(
         context,
         "generate",

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 from uuid import UUID
 
 from prefect import get_client
@@ -25,6 +26,10 @@ from prefect.logging import get_run_logger
 from prefect.runtime import flow_run
 from prefect.states import Crashed
 
+from rlhf_core.config import RunConfig
+from rlhf_core.errors import UserError
+from tasks.names import namespace_of
+
 _MESSAGE = "its process is gone: a later driver of the run holds the lease"
 _ALIVE = [StateType.RUNNING, StateType.CANCELLING]
 _WAITING = [*_ALIVE, StateType.PENDING]
@@ -33,17 +38,18 @@ _WAITING = [*_ALIVE, StateType.PENDING]
 _KILLED = [*_ALIVE, StateType.CRASHED, StateType.CANCELLED]
 
 
-def end_zombies(run: str) -> int:
+def end_zombies(config: RunConfig) -> int:
     """Mark what earlier drivers of the run left as running as crashed; returns how many flow and task runs that were.
 
-    Those are their trainings and iterations, reruns and forks that called these, and the task runs of all of them; also the
-    task runs that an earlier process left in the flow run of this driver, which somebody has retried. Only for the holder of
-    the run's lease: all other drivers are dead, or stop at their next look at it. The state has a name of its own, so that no
-    automation starts them again.
+    Those are their trainings and iterations in the run's store, reruns and forks that called these, and the task runs of all of
+    them; also the task runs that an earlier process left in the flow run of this driver, which somebody has retried. Only for the
+    holder of the run's lease: all other drivers are dead, or stop at their next look at it. The state has a name of its own, so
+    that no automation starts them again.
     """
+    run = _Run(config.run_id, namespace_of(config.storage.url))
     with get_client(sync_client=True) as client:
         mine = _mine(client)
-        flows = [f for f in _flow_runs(client, run, _ALIVE) if f.id not in mine.flows]
+        flows = [f for f in _flow_runs(client, run) if f.id not in mine.flows]
         callers = [f for f in _callers(client, run, mine) if f.id not in mine.flows]
         tasks = _task_runs(client, run, [*callers, *mine.flows.values()], mine)
         for dead in (*flows, *callers):
@@ -56,6 +62,27 @@ def end_zombies(run: str) -> int:
             "marked %d flow runs and %d task runs of killed drivers as crashed", len(flows) + len(callers), len(tasks)
         )
     return ended
+
+
+@dataclass(frozen=True)
+class _Run:
+    """A run's name, and the namespace of its store: runs of one name in two stores are two runs."""
+
+    name: str
+    namespace: str
+
+    def has(self, flow: FlowRun) -> bool:
+        """Whether a flow run is a training of this run or one of its iterations; ``like`` finds parts of names too."""
+        is_named = flow.name == self.name or flow.name.removeprefix(f"{self.name}-it").isdigit()
+        return is_named and self._has_store(flow.parameters)
+
+    def _has_store(self, parameters: Mapping[str, Any]) -> bool:
+        config = parameters.get("config")
+        url = config.get("storage", {}).get("url") if isinstance(config, Mapping) else None
+        try:
+            return url is None or namespace_of(url) == self.namespace
+        except (UserError, ValueError):  # a store that nobody here can open
+            return False
 
 
 @dataclass(frozen=True)
@@ -80,24 +107,25 @@ def _mine(client: SyncPrefectClient) -> _Mine:
     return _Mine(flows, frozenset(calls))
 
 
-def _flow_runs(client: SyncPrefectClient, run: str, states: list[StateType]) -> list[FlowRun]:
-    """Trainings and iterations of the run that are in one of these states."""
+def _flow_runs(client: SyncPrefectClient, run: _Run) -> list[FlowRun]:
+    """Trainings and iterations of the run that show as running."""
     found = client.read_flow_runs(
-        flow_run_filter=FlowRunFilter(name=FlowRunFilterName(like_=run), state=_flow_state(states))
+        flow_run_filter=FlowRunFilter(name=FlowRunFilterName(like_=run.name), state=_flow_state(_ALIVE))
     )
-    return [f for f in found if _is_of(f.name, run)]
+    return [f for f in found if run.has(f)]
 
 
-def _callers(client: SyncPrefectClient, run: str, mine: _Mine) -> list[FlowRun]:
+def _callers(client: SyncPrefectClient, run: _Run, mine: _Mine) -> list[FlowRun]:
     """Reruns and forks that show as running, though the training that they called is dead: they share its process."""
     trainings = client.read_flow_runs(
         flow_run_filter=FlowRunFilter(
-            name=FlowRunFilterName(any_=[run]),
+            name=FlowRunFilterName(any_=[run.name]),
             state=_flow_state([*_ALIVE, StateType.CRASHED]),
             parent_task_run_id=FlowRunFilterParentTaskRunId(is_null_=False),
         )
     )
-    calls = [t.parent_task_run_id for t in trainings if t.parent_task_run_id is not None and t.id not in mine.flows]
+    dead = [t for t in trainings if run.has(t) and t.id not in mine.flows]
+    calls = [t.parent_task_run_id for t in dead if t.parent_task_run_id is not None]
     if not calls:
         return []
     return client.read_flow_runs(
@@ -106,11 +134,11 @@ def _callers(client: SyncPrefectClient, run: str, mine: _Mine) -> list[FlowRun]:
     )
 
 
-def _task_runs(client: SyncPrefectClient, run: str, others: Iterable[FlowRun], mine: _Mine) -> list[TaskRun]:
+def _task_runs(client: SyncPrefectClient, run: _Run, others: Iterable[FlowRun], mine: _Mine) -> list[TaskRun]:
     """Task runs that show as running or about to run in the run's flow runs that were killed, and in the others."""
     unfinished = TaskRunFilter(state=TaskRunFilterState(type=TaskRunFilterStateType(any_=_WAITING), name=None))
     ids = [other.id for other in others]
-    killed = FlowRunFilter(name=FlowRunFilterName(like_=run), state=_flow_state(_KILLED))
+    killed = FlowRunFilter(name=FlowRunFilterName(like_=run.name), state=_flow_state(_KILLED))
     found = [
         task
         for where in (killed, FlowRunFilter(id=FlowRunFilterId(any_=ids)))
@@ -118,7 +146,7 @@ def _task_runs(client: SyncPrefectClient, run: str, others: Iterable[FlowRun], m
     ]
     within = {task.flow_run_id for task in found if task.flow_run_id is not None}
     flows = client.read_flow_runs(flow_run_filter=FlowRunFilter(id=FlowRunFilterId(any_=list(within)))) if found else []
-    theirs = {f.id for f in flows if _is_of(f.name, run)} | set(ids)
+    theirs = {f.id for f in flows if run.has(f)} | set(ids)
     return [t for t in {t.id: t for t in found}.values() if t.flow_run_id in theirs and not _runs_here(t, mine)]
 
 
@@ -136,8 +164,3 @@ def _replaced() -> State[None]:
 
 def _flow_state(states: list[StateType]) -> FlowRunFilterState:
     return FlowRunFilterState(type=FlowRunFilterStateType(any_=states))
-
-
-def _is_of(name: str, run: str) -> bool:
-    """Whether a flow run is a training of this run or one of its iterations; ``like`` finds parts of names too."""
-    return name == run or name.removeprefix(f"{run}-it").isdigit()

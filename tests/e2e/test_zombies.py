@@ -18,16 +18,20 @@ LEFT_BEHIND = """
 import json
 from prefect import flow, get_client, task
 from prefect.states import Completed, Crashed, Failed, Running
+from rlhf_core.config import RunConfig
 from tasks.zombies import end_zombies
 
 @flow(name="train-rlhf")
-def training(): pass
+def training(config=None): pass
 
 @task(name="stage")
 def stage(): pass
 
-def run(client, name, state, parent=None):
-    return client.create_flow_run(training, name=name, state=state, parent_task_run_id=parent)
+CONFIG = RunConfig(run="z")
+
+def run(client, name, state, parent=None, url=CONFIG.storage.url):
+    parameters = {"config": {"run": name, "storage": {"url": url}}}
+    return client.create_flow_run(training, name=name, state=state, parent_task_run_id=parent, parameters=parameters)
 
 def work(client, owner, name):
     return client.create_task_run(stage, owner.id, dynamic_key=name, name=name, state=Running())
@@ -47,14 +51,15 @@ with get_client(sync_client=True) as client:
         run(client, "z", state, parent=call.id)
         made[f"caller, {kind}"] = ("flow_runs", caller.id)
         made[f"work of the caller, {kind}"] = ("task_runs", work(client, caller, "start-fork").id)
-    for name in ("zz", "z2-it000001"):
-        other = run(client, name, Running())
+    others = {name: run(client, name, Running()) for name in ("zz", "z2-it000001")}
+    others["z of another store"] = run(client, "z", Running(), url="another/store")
+    for name, other in others.items():
         made[name] = ("flow_runs", other.id)
         made[f"work of {name}"] = ("task_runs", work(client, other, "iteration-000001").id)
 
 @task(task_run_name="looking")
 def look():
-    return end_zombies("z")
+    return end_zombies(CONFIG)
 
 @flow(flow_run_name="z")
 def driver():
@@ -102,6 +107,8 @@ def test_everything_of_killed_drivers_is_ended_and_nothing_else(world):
         "work of zz",
         "z2-it000001",
         "work of z2-it000001",
+        "z of another store",
+        "work of z of another store",
     }
     assert ended[0] >= len(replaced)
     assert ended[1] == 0, "what was ended, and what runs here, is not ended again"
