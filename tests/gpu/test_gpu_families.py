@@ -16,7 +16,9 @@ import pytest
 from rlhf_core.testing.families import FAMILIES
 
 SCRIPT = Path(__file__).parents[1] / "fixtures" / "family_engines.py"
-TOLERANCE = 1e-4
+#: Kernels for float32 there round more: Gemma-2 measured 7e-4 on an H200, and nothing changed with the push.
+TOLERANCE = 2e-3
+CHANGE = 1e-6
 
 pytestmark = [
     pytest.mark.gpu,
@@ -36,3 +38,4 @@ def test_the_engine_agrees_as_loaded_and_after_a_push(tmp_path, family):
     assert "error" not in found, found["error"]
     assert found["loaded"] < TOLERANCE
     assert found["pushed"] < TOLERANCE
+    assert found["changed"] < CHANGE
