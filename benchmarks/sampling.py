@@ -78,6 +78,7 @@ def main(args: argparse.Namespace) -> None:
         device=args.device,
         memory_fraction=args.memory_fraction,
         kv_cache_gib=args.kv_cache_gib,
+        options=json.loads(args.options),
     )
     engine = VllmEngine(settings)
     rng = random.Random(0)
@@ -119,6 +120,7 @@ if __name__ == "__main__":
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--memory-fraction", type=float, default=0.6)
     parser.add_argument("--kv-cache-gib", type=float, default=0.5)
+    parser.add_argument("--options", default="{}", help="further arguments of vLLM, as a JSON object")
     parser.add_argument("--may-end", action="store_true", help="responses may end before the limit")
     parser.add_argument("--vllm-generators", action="store_true", help="leave vLLM's generators in place")
     main(parser.parse_args())
