@@ -23,7 +23,6 @@
         evaluations/{name}.json
         export/{relpath}
         reported/{sink}.json                            rewritten: the iterations that a tracker was told
-        summary.json
 
 Numbers are zero-padded, so keys sort as numbers do.
 """
@@ -234,9 +233,9 @@ def checkpoint_root(run: str, version: int) -> str:
     return f"{run_root(run)}/checkpoints/{_number(version, 10, 'version')}"
 
 
-def checkpoint_file(run: str, version: int, attempt: str, relpath: str) -> str:
-    """One file of one attempt at a checkpoint."""
-    return f"{checkpoint_root(run, version)}/{check_name(attempt, 'attempt')}/{check_relpath(relpath)}"
+def checkpoint_attempt(run: str, version: int, attempt: str) -> str:
+    """Folder of the files of one attempt at a checkpoint."""
+    return f"{checkpoint_root(run, version)}/{check_name(attempt, 'attempt')}"
 
 
 def evaluation(run: str, name: str) -> str:
@@ -247,11 +246,6 @@ def evaluation(run: str, name: str) -> str:
 def reported(run: str, sink: str) -> str:
     """The cursor of somebody who is told finished iterations."""
     return f"{run_root(run)}/reported/{check_name(sink, 'sink')}.json"
-
-
-def summary(run: str) -> str:
-    """The RunSummary of a finished run."""
-    return f"{run_root(run)}/summary.json"
 
 
 def export(run: str, relpath: str) -> str:
