@@ -12,7 +12,7 @@ import torch
 
 from infra.object_store import LocalObjectStore
 from rlhf_core import layout
-from rlhf_core.arrays import flat, padded, ragged
+from rlhf_core.arrays import flat, ragged
 from rlhf_core.buffer import (
     StageWriter,
     commit_stage,
@@ -282,13 +282,12 @@ def test_manifest_under_another_key_is_refused(store):
         load_stage(store, RUN, 8, "generate")
 
 
-def test_from_the_store_into_a_batch(store):
+def test_from_the_store_into_tensors(store):
     table = rollouts(300)
     committed = commit(store, "generate", table, [128])
     values, offsets = flat(read_rows(store, [committed])["logprobs"])
-    batch, mask = padded(values, offsets, pad=0.0)
-    expected = table["logprobs"].to_pylist()
-    assert [row[keep].tolist() for row, keep in zip(batch, mask, strict=True)] == expected
+    rows = values.tensor_split(offsets[1:-1])
+    assert [row.tolist() for row in rows] == table["logprobs"].to_pylist()
 
 
 def test_shard_needs_sample_ids(store):
