@@ -269,7 +269,6 @@ class Tables:
             ),
             "response_ids": ragged(chance.integers(0, VOCABULARY, count, dtype=np.int32), lengths),
             "logprobs": ragged(-chance.exponential(1.0, count).astype(np.float32), lengths),
-            "action_mask": ragged(np.ones(count, dtype=np.uint8), lengths),
         }
 
     def at(self, first: int) -> pa.Table:
@@ -285,7 +284,6 @@ class Tables:
             "attempt": ["a"] * self.rows,
             "engine": ["engine-0"] * self.rows,
             "finish_reason": ["length"] * self.rows,
-            "queued_seconds": [None] * self.rows,
             "seconds": [1.0] * self.rows,
         }
         return pa.table(columns, schema=ROLLOUTS)

@@ -38,7 +38,6 @@ def rollouts(rows, seed=0):
         "prompt_ids": ragged(torch.arange(2 * rows, dtype=torch.int32), [2] * rows),
         "response_ids": ragged(torch.randint(0, 999, (tokens,), dtype=torch.int32), lengths),
         "logprobs": ragged(-torch.rand(tokens), lengths),
-        "action_mask": ragged(torch.ones(tokens, dtype=torch.uint8), lengths),
     }
     plain = {
         "sample_id": [f"s{row:05d}" for row in range(rows)],
@@ -49,7 +48,6 @@ def rollouts(rows, seed=0):
         "attempt": ["a1"] * rows,
         "engine": ["engine-0"] * rows,
         "finish_reason": ["stop"] * rows,
-        "queued_seconds": [None] * rows,
         "seconds": [0.5] * rows,
     }
     return check_table(pa.table({**plain, **lists}).select(ROLLOUTS.names).cast(ROLLOUTS), ROLLOUTS)
