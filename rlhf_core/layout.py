@@ -22,6 +22,7 @@
         checkpoints/commits/{version}.json              put-if-absent
         evaluations/{name}.json
         export/{relpath}
+        target.json                                     rewritten: how many iterations the run is to have
         reported/{sink}.json                            rewritten: the iterations that a tracker was told
 
 Numbers are zero-padded, so keys sort as numbers do.
@@ -165,7 +166,7 @@ def lease(run: str, epoch: int) -> str:
 
 
 def heartbeat(run: str, epoch: int) -> str:
-    """The heartbeat of the driver of this epoch. The only object that is rewritten."""
+    """The heartbeat of the driver of this epoch. Rewritten."""
     return f"{run_root(run_name(run))}/lease/{_number(epoch, 6, 'epoch')}.beat.json"
 
 

@@ -4,9 +4,9 @@ Shapes: B rows (one whole response each), T response positions, N rows or tokens
 
 Every denominator is global: it counts the tokens or sequences of the whole optimizer step, over all ranks and
 micro-batches, and is passed in. So the sum of ``aggregate`` over any split of the step into micro-batches and ranks is
-the value on the whole batch. Two factors are the engine's business, not this module's: DeepSpeed averages gradients
-over the data-parallel ranks and divides by the gradient accumulation steps, so the engine multiplies the loss by both
-before ``backward``, to get the gradient of the sum.
+the value on the whole batch. One factor is the engine's business, not this module's: DeepSpeed averages gradients
+over the data-parallel ranks, so the engine multiplies the loss by their number before ``backward``, to get the gradient of
+the sum.
 """
 
 from __future__ import annotations
