@@ -18,6 +18,7 @@ import argparse
 import json
 import os
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -31,7 +32,6 @@ import pyarrow.fs
 import pyarrow.ipc as ipc
 
 from infra.object_store import open_store
-from infra.s3_server import S3Server
 from rlhf_core.actors.fence import Fenced
 from rlhf_core.actors.jobs import GenerateJob, StageResult
 from rlhf_core.actors.one_thread import on_one_thread
@@ -42,6 +42,10 @@ from rlhf_core.engines.vllm_engine import FinishedGroup, Sampling
 from rlhf_core.manifests import Shard, StageManifest
 from rlhf_core.prompts.table import write_prompts
 from rlhf_core.schema import ROLLOUTS
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "fixtures"))
+
+from s3_server import S3Server
 
 SAMPLES = 8
 VOCABULARY = 49_152
@@ -265,7 +269,6 @@ class Tables:
             ),
             "response_ids": ragged(chance.integers(0, VOCABULARY, count, dtype=np.int32), lengths),
             "logprobs": ragged(-chance.exponential(1.0, count).astype(np.float32), lengths),
-            "action_mask": ragged(np.ones(count, dtype=np.uint8), lengths),
         }
 
     def at(self, first: int) -> pa.Table:
@@ -281,7 +284,6 @@ class Tables:
             "attempt": ["a"] * self.rows,
             "engine": ["engine-0"] * self.rows,
             "finish_reason": ["length"] * self.rows,
-            "queued_seconds": [None] * self.rows,
             "seconds": [1.0] * self.rows,
         }
         return pa.table(columns, schema=ROLLOUTS)
@@ -425,22 +427,20 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=10.0, help="of one streamed generation")
     parser.add_argument("--repetitions", type=int, default=3, help="of latency; the overhead has twice as many")
     arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="rlhf-buffers-") as temporary:
-        folder = Path(temporary)
-        with S3Server(folder / "s3", BUCKET) as server:
-            os.environ.update(server.env())
-            url = f"s3://{BUCKET}/bench"
-            bench = Streaming(url, folder, arguments.groups, arguments.group_tokens)
-            bench.engine.keep_pace(1.0)
-            bench.stream()
-            load = psutil.getloadavg()
-            result = {
-                "latency": measure_latency(bench, arguments.seconds, arguments.repetitions),
-                "overhead": measure_overhead(bench, arguments.seconds, 2 * arguments.repetitions),
-                "throughput": measure_throughput(server, url, arguments.rollouts, arguments.tokens),
-                "load average": [load, psutil.getloadavg()],
-                "pyarrow": pa.__version__,
-            }
+    with tempfile.TemporaryDirectory(prefix="rlhf-buffers-") as folder, S3Server(Path(folder) / "s3", BUCKET) as server:
+        os.environ.update(server.env())
+        url = f"s3://{BUCKET}/bench"
+        bench = Streaming(url, Path(folder), arguments.groups, arguments.group_tokens)
+        bench.engine.keep_pace(1.0)
+        bench.stream()
+        load = psutil.getloadavg()
+        result = {
+            "latency": measure_latency(bench, arguments.seconds, arguments.repetitions),
+            "overhead": measure_overhead(bench, arguments.seconds, 2 * arguments.repetitions),
+            "throughput": measure_throughput(server, url, arguments.rollouts, arguments.tokens),
+            "load average": [load, psutil.getloadavg()],
+            "pyarrow": pa.__version__,
+        }
     print_figures(result)
     arguments.out.write_text(json.dumps(result, indent=1))
 

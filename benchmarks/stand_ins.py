@@ -167,12 +167,10 @@ def rollouts_of(job: GenerateJob, prompts: list[dict[str, Any]], engine: str) ->
         "prompt_ids": [prompts[n]["prompt_ids"] for n, _ in pairs],
         "response_ids": ragged(np.arange(rows * tokens, dtype=np.int32) + job.iteration, lengths),
         "logprobs": ragged(-np.ones(rows * tokens, dtype=np.float32), lengths),
-        "action_mask": ragged(np.ones(rows * tokens, dtype=np.uint8), lengths),
         "policy_version": [job.version] * rows,
         "attempt": [job.attempt] * rows,
         "engine": [engine] * rows,
         "finish_reason": ["length"] * rows,
-        "queued_seconds": [None] * rows,
         "seconds": [0.01] * rows,
     }
     return pa.table(columns, schema=ROLLOUTS)

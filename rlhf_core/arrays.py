@@ -37,29 +37,6 @@ def flat(column: pa.ChunkedArray | pa.ListArray) -> tuple[torch.Tensor, torch.Te
     return torch.from_dlpack(values), torch.from_numpy(offsets - offsets[0])
 
 
-def padded(
-    values: torch.Tensor, offsets: torch.Tensor, pad: float, left: bool = False, width: int | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows as a new rectangle [n, width] filled up with ``pad``, and its bool mask of real values.
-
-    ``left`` puts the padding before the values. Without ``width`` the longest row decides. ValueError if a row is
-    longer than ``width``: truncating is the caller's decision.
-    """
-    import torch
-
-    lengths = offsets.diff()
-    longest = int(lengths.max()) if len(lengths) else 0
-    if width is None:
-        width = longest
-    elif longest > width:
-        raise ValueError(f"width = {width}, but the longest row has {longest} values")
-    place = torch.arange(width, device=values.device)
-    lengths = lengths.to(values.device)[:, None]
-    mask = place >= width - lengths if left else place < lengths
-    rectangle = torch.full(mask.shape, pad, dtype=values.dtype, device=values.device)
-    return rectangle.masked_scatter_(mask, values), mask
-
-
 def ragged(values: Any, lengths: Any) -> pa.ListArray:
     """Values [sum(lengths)] and lengths [n], each a tensor, array or sequence, as a list column.
 

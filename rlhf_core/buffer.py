@@ -195,7 +195,8 @@ def read_rows(
     columns: Sequence[str] | None = None,
     rows: range | None = None,
 ) -> pa.Table:
-    """Rows ``rows`` (all by default) of the column groups, merged by position, with ``columns`` (all by default).
+    """Rows ``rows`` (all by default) of the column groups, merged by position, with ``columns`` (by default all that each shard
+    of a group has).
 
     Only shards that overlap ``rows`` are fetched. The groups may be cut differently. CorruptObject if they disagree on
     the sample ids or on the number of rows; ConflictingCommit if a later group was computed from another first group;
@@ -260,12 +261,18 @@ def _fetch(store: ObjectStore, manifests: Sequence[StageManifest], rows: range) 
             raise
     merged = []
     for shards, parts in zip(needed, tables, strict=True):
-        table = pa.concat_tables(parts)
+        table = pa.concat_tables(_with_common_columns(parts))
         if shards[0].groups:
             merged.append(_rows_of_groups(table, shards, rows))
         else:
             merged.append(table.slice(rows.start - shards[0].first_row if rows else 0, len(rows)))
     return merged
+
+
+def _with_common_columns(parts: Sequence[pa.Table]) -> list[pa.Table]:
+    """What one version left behind and the next one finished lies in shards of one stage: what only some have, nobody reads."""
+    common = [name for name in parts[0].column_names if all(name in part.column_names for part in parts)]
+    return [part.select(common) for part in parts]
 
 
 def _needed(manifest: StageManifest, rows: range) -> list[Shard]:

@@ -22,8 +22,8 @@
         checkpoints/commits/{version}.json              put-if-absent
         evaluations/{name}.json
         export/{relpath}
+        target.json                                     rewritten: how many iterations the run is to have
         reported/{sink}.json                            rewritten: the iterations that a tracker was told
-        summary.json
 
 Numbers are zero-padded, so keys sort as numbers do.
 """
@@ -166,7 +166,7 @@ def lease(run: str, epoch: int) -> str:
 
 
 def heartbeat(run: str, epoch: int) -> str:
-    """The heartbeat of the driver of this epoch. The only object that is rewritten."""
+    """The heartbeat of the driver of this epoch. Rewritten."""
     return f"{run_root(run_name(run))}/lease/{_number(epoch, 6, 'epoch')}.beat.json"
 
 
@@ -234,9 +234,9 @@ def checkpoint_root(run: str, version: int) -> str:
     return f"{run_root(run)}/checkpoints/{_number(version, 10, 'version')}"
 
 
-def checkpoint_file(run: str, version: int, attempt: str, relpath: str) -> str:
-    """One file of one attempt at a checkpoint."""
-    return f"{checkpoint_root(run, version)}/{check_name(attempt, 'attempt')}/{check_relpath(relpath)}"
+def checkpoint_attempt(run: str, version: int, attempt: str) -> str:
+    """Folder of the files of one attempt at a checkpoint."""
+    return f"{checkpoint_root(run, version)}/{check_name(attempt, 'attempt')}"
 
 
 def evaluation(run: str, name: str) -> str:
@@ -247,11 +247,6 @@ def evaluation(run: str, name: str) -> str:
 def reported(run: str, sink: str) -> str:
     """The cursor of somebody who is told finished iterations."""
     return f"{run_root(run)}/reported/{check_name(sink, 'sink')}.json"
-
-
-def summary(run: str) -> str:
-    """The RunSummary of a finished run."""
-    return f"{run_root(run)}/summary.json"
 
 
 def export(run: str, relpath: str) -> str:

@@ -184,12 +184,6 @@ def start_revision(
     return commit_record(store, layout.revision(run, number), record)[0]
 
 
-def revisions(store: ObjectStore, run: str) -> list[RevisionRecord]:
-    """All reruns of the run, oldest first."""
-    count = current_revision(store, run)
-    return [load_record(store, layout.revision(run, n), RevisionRecord) for n in range(1, count + 1)]
-
-
 def children(store: ObjectStore, branch: str) -> list[ChildRecord]:
     """Everybody who shares stages of this branch."""
     return [load_record(store, key, ChildRecord) for key in store.list(layout.children(branch))]

@@ -22,7 +22,9 @@ COMPONENT = "component/"
 #: What a reward can be. Missing is not zero: only ``ok`` has a value.
 REWARD_STATUSES = ("ok", "failed_infra", "invalid_data")
 #: Lists with one item a response token.
-PER_TOKEN = ("response_ids", "logprobs", "action_mask", "old_logprobs", "ref_logprobs", "advantages")
+PER_TOKEN = ("response_ids", "logprobs", "old_logprobs", "ref_logprobs", "advantages")
+#: Columns of rollouts that older versions wrote and nobody reads.
+DEPRECATED = ("action_mask", "queued_seconds")
 
 _METADATA = {VERSION_KEY: str(SCHEMA_VERSION).encode()}
 
@@ -41,12 +43,10 @@ ROLLOUTS = pa.schema(
         _column("prompt_ids", pa.list_(pa.int32())),
         _column("response_ids", pa.list_(pa.int32())),  # [T]
         _column("logprobs", pa.list_(pa.float32())),  # [T] of the sampled tokens, after temperature
-        _column("action_mask", pa.list_(pa.uint8())),  # [T] 1 where the policy chose the token, else 0
         _column("policy_version", pa.int32()),
         _column("attempt", pa.string()),
         _column("engine", pa.string()),
         _column("finish_reason", pa.string()),
-        _column("queued_seconds", pa.float32(), nullable=True),  # null where the engine does not tell
         _column("seconds", pa.float32()),  # from the request to the last token
     ],
     metadata=_METADATA,
@@ -83,12 +83,17 @@ def experience_schema(reference: bool) -> pa.Schema:
     )
 
 
+def without_deprecated(rollouts: pa.Table) -> pa.Table:
+    """Stored rollouts of any version with the columns of this one."""
+    return rollouts.drop_columns([name for name in DEPRECATED if name in rollouts.column_names])
+
+
 def check_table(table: pa.Table, schema: pa.Schema) -> pa.Table:
     """Return ``table`` if it keeps ``schema``: version, columns and their order, types, nulls, lengths, values.
 
-    All per-token lists that the table has must agree in length in every row, the ``action_mask`` holds 0 and 1,
-    ``sample_id`` is unique, and a row has a finite reward exactly where its status is ``ok``. Vectorised: no Python
-    loop over rows or tokens. ValueError names the column, what was expected and what was found.
+    All per-token lists that the table has must agree in length in every row, ``sample_id`` is unique, and a row has a
+    finite reward exactly where its status is ``ok``. Vectorised: no Python loop over rows or tokens. ValueError names the
+    column, what was expected and what was found.
     """
     _check_version(table)
     _check_columns(table, schema)
@@ -96,8 +101,6 @@ def check_table(table: pa.Table, schema: pa.Schema) -> pa.Table:
         _check_nulls(table[field.name], field)
     _check_unique(table["sample_id"])
     _check_lengths(table, [name for name in PER_TOKEN if name in schema.names])
-    if "action_mask" in schema.names:
-        _check_mask(table["action_mask"])
     if {"reward", "status"} <= set(schema.names):
         _check_rewards(table)
     return table
@@ -161,12 +164,6 @@ def _check_lengths(table: pa.Table, names: Sequence[str]) -> None:
                 f"column {name!r}: expected {expected[row]} items in row {row} (sample {table['sample_id'][row]}), "
                 f"as many as in {names[0]!r}, found {found[row]}"
             )
-
-
-def _check_mask(column: pa.ChunkedArray) -> None:
-    highest = pc.max(pc.list_flatten(column)).as_py()
-    if highest is not None and highest > 1:
-        raise ValueError(f"column 'action_mask': expected 0 and 1, found {highest}")
 
 
 def _check_rewards(table: pa.Table) -> None:

@@ -22,7 +22,6 @@ def apply_update(context: StageContext, skipped: str | None = None) -> StageMani
     rollouts, rewards, experience = (context.stage(name) for name in ("generate", "score", "advantages"))
     config = past_config(context.lineage.owner(context.iteration, "update"))
     job = UpdateJob(
-        run=experience.run,
         iteration=context.iteration,
         rollouts=rollouts,
         rewards=rewards,

@@ -49,7 +49,7 @@ def save_checkpoint(config: RunConfig, cluster: ClusterRef, iteration: int) -> N
         get_run_logger().warning("the checkpoint of policy version %d is given up: %s", version, lack)
         return
     context.require_lease()
-    prefix = f"{layout.checkpoint_root(context.run, version)}/{context.attempt}"
+    prefix = layout.checkpoint_attempt(context.run, version, context.attempt)
     context.trainers.call("save_checkpoint", version, context.attempt, prefix, seconds=context.deadline)
 
 

@@ -18,7 +18,6 @@ class Session:
     """Where a run is driven and watched."""
 
     ui_url: str
-    ray_address: str
     local: bool
     """Whether one of the services is a local one, which stays up until `rlhf down`."""
 
@@ -48,8 +47,8 @@ def open_session(say: Callable[[str], None]) -> Session:
         stray = (*(() if api_url else _PREFECT_STRAY), *(() if ray_address else _RAY_STRAY))
         variables = {key: value for key, value in addresses.environment.items() if not key.startswith(foreign)}
         _set_environment(variables, stray)
-        api_url, ray_address = api_url or addresses.prefect_api_url, ray_address or addresses.ray_address
-    return Session(ui_url=_ui_url(api_url), ray_address=ray_address, local=bool(wanted))
+        api_url = api_url or addresses.prefect_api_url
+    return Session(ui_url=_ui_url(api_url), local=bool(wanted))
 
 
 def _ui_url(api_url: str) -> str:

@@ -7,6 +7,9 @@ import socket
 from pathlib import Path
 from urllib.parse import urlsplit
 
+_LOG_LINES = 20
+_LOG_BYTES = 64 * 1024
+
 
 def answers_http(url: str, timeout: float = 2.0) -> bool:
     """Whether a GET of the URL gives 200. Proxies are not used."""
@@ -41,12 +44,12 @@ def accepts_connections(address: str, timeout: float = 2.0) -> bool:
         return False
 
 
-def last_lines(path: Path, lines: int = 20, limit: int = 64 * 1024) -> str:
+def last_lines(path: Path) -> str:
     """The end of a log, or a word about why there is none."""
     try:
         with path.open("rb") as log:
-            log.seek(max(0, path.stat().st_size - limit))
+            log.seek(max(0, path.stat().st_size - _LOG_BYTES))
             text = log.read().decode("utf-8", errors="replace")
     except OSError as error:
         return f"(no log: {error.strerror})"
-    return "\n".join(text.rstrip().splitlines()[-lines:]) or "(the log is empty)"
+    return "\n".join(text.rstrip().splitlines()[-_LOG_LINES:]) or "(the log is empty)"

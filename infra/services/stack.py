@@ -33,7 +33,6 @@ class StackAddresses(BaseModel):
     prefect_api_url: str
     ui_url: str
     ray_address: str
-    ray_token_path: str
     environment: dict[str, str]
 
 
@@ -58,7 +57,6 @@ class StackStatus(BaseModel):
 
     running: bool
     """Whether the supervisor lives."""
-    addresses: StackAddresses | None
     services: tuple[ServiceStatus, ...]
 
 
@@ -141,7 +139,7 @@ class ServiceStack:
                     log=self.layout.log(service),
                 )
             )
-        return StackStatus(running=running, addresses=addresses, services=tuple(rows))
+        return StackStatus(running=running, services=tuple(rows))
 
     # -- starting
 
@@ -250,7 +248,6 @@ class ServiceStack:
             prefect_api_url=f"{server}/api",
             ui_url=server,
             ray_address=f"{LOOPBACK}:{ports.ray}",
-            ray_token_path=str(self.layout.token_file),
             environment=client_environment(self.layout, ports, inherited_environment()),
         )
 

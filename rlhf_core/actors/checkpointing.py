@@ -6,7 +6,6 @@ waits for the store inside a collective. The driver publishes the checkpoint onc
 
 from __future__ import annotations
 
-import logging
 import pickle
 import shutil
 import socket
@@ -20,8 +19,6 @@ from rlhf_core.errors import CorruptObject
 from rlhf_core.files import download_files, upload_files
 from rlhf_core.manifests import StoredFile
 from rlhf_core.ports import ObjectStore
-
-_LOG = logging.getLogger(__name__)
 
 #: What DeepSpeed's own checkpoint files hold beside tensors and plain containers. Anything else is refused unread, because
 #: DeepSpeed unpickles without restrictions.

@@ -75,7 +75,6 @@ class ExperienceJob:
 class UpdateJob:
     """The update stage, the same for all ranks. ``skipped``: a guard left the batch out, the weights stay as they are."""
 
-    run: str
     iteration: int
     rollouts: StageManifest
     rewards: StageManifest

@@ -197,12 +197,10 @@ def _rollouts(job: GenerateJob, prompts: list[dict[str, Any]], groups: list[Fini
         "prompt_ids": [prompts[g.index]["prompt_ids"] for g, _ in per_row],
         "response_ids": ragged(tokens, lengths),
         "logprobs": ragged(logprobs, lengths),
-        "action_mask": ragged(np.ones(len(tokens), dtype=np.uint8), lengths),
         "policy_version": [job.version] * rows,
         "attempt": [job.attempt] * rows,
         "engine": [engine] * rows,
         "finish_reason": [g.finish_reasons[s] for g, s in per_row],
-        "queued_seconds": [None] * rows,
         "seconds": [g.seconds for g, _ in per_row],
     }
     return pa.table(columns, schema=ROLLOUTS)

@@ -270,7 +270,6 @@ class TrainerActor(Fenced):
             lengths, responses = tokens.unit_lengths(units)
             plan = plan_microbatches(
                 lengths.numpy(),
-                [True] * len(units),
                 1,
                 optim.tokens_per_microbatch,
                 response_lengths=responses.numpy(),

@@ -21,8 +21,6 @@ class GroupAdvantages:
     """Groups with fewer than two valid rows: nothing to compare."""
     equal_groups: int
     """Groups of two or more valid rows whose rewards are all equal: nothing to learn."""
-    groups: int
-    """All groups."""
 
 
 def group_relative(
@@ -72,7 +70,6 @@ def group_relative(
         advantages_N=advantages_N.to(at_least_float32(rewards_N).dtype),
         degenerate_groups=int(degenerate_G.sum()),
         equal_groups=int(equal_G.sum()),
-        groups=ids_G.numel(),
     )
 
 

@@ -1,4 +1,8 @@
-"""How rows become minibatches, ranks and micro-batches. Pure functions of their arguments; numpy only."""
+"""How the rows of an optimizer step become minibatches, ranks and micro-batches. Pure functions of their arguments; numpy only.
+
+A *unit* is what one sequence of a micro-batch holds: a row, or the rows of a group behind one copy of their prompt
+(rlhf_core/engines/rows.py). The order of sums follows from the plan, so another plan gives an update other bits.
+"""
 
 from __future__ import annotations
 
@@ -7,45 +11,40 @@ from collections.abc import Sequence
 
 import numpy as np
 
-#: One list a rank, holding its micro-batches in order, each a list of row indices.
+#: One list a rank, holding its micro-batches in order, each a list of unit indices.
 Plan = list[list[list[int]]]
 
 
 def plan_microbatches(
     lengths: Sequence[int] | np.ndarray,
-    active: Sequence[bool] | np.ndarray,
     ranks: int,
     tokens_per_microbatch: int,
     *,
     response_lengths: Sequence[int] | np.ndarray,
 ) -> Plan:
-    """Assign the active rows of one optimizer step to ranks and micro-batches.
+    """Assign the units of one optimizer step to ranks and micro-batches.
 
-    Rows go to ranks by token cost, longest first to the least loaded rank (LPT greedy). Each rank puts rows of similar
-    length together, long ones first, so that ranks do their long micro-batches at the same time. Prompts are padded
-    left and responses right, so a micro-batch costs rows * (longest prompt + longest response) padded tokens, at most
-    ``tokens_per_microbatch``; a single row above that is a micro-batch of its own.
+    Units go to ranks by token cost, longest first to the least loaded rank (LPT greedy). Each rank puts units of similar
+    length together, long ones first, so that ranks do their long micro-batches at the same time. A micro-batch counts as
+    units * (longest prompt + longest response) tokens, at most ``tokens_per_microbatch``; a single unit above that is a
+    micro-batch of its own. Units are padded at the right to the longest one, so it never takes more tokens than it counts.
 
     Every rank gets the same number of micro-batches, because ZeRO-3 ranks must run the same collectives: short ranks
-    end with empty ones. Without any active row no rank has a micro-batch.
+    end with empty ones. Without any unit no rank has a micro-batch.
 
     Args:
-        lengths: [N] prompt + response tokens.
-        active: [N] rows that contribute gradient; the others are left out.
+        lengths: [N] prompt + response tokens of each unit.
         ranks: data-parallel ranks.
-        tokens_per_microbatch: padded tokens of one forward pass.
-        response_lengths: [N] response tokens.
+        tokens_per_microbatch: bound on the padded tokens of one forward pass.
+        response_lengths: [N] response tokens of each unit.
 
     Raises ValueError for shapes that differ or impossible numbers.
     """
-    lengths_N, responses_N, active_N = _rows(lengths, response_lengths, active)
+    lengths_N, responses_N = _checked(lengths, response_lengths)
     if ranks < 1 or tokens_per_microbatch < 1:
         raise ValueError(f"ranks = {ranks}, tokens_per_microbatch = {tokens_per_microbatch}: both are at least 1")
     prompts_N = lengths_N - responses_N
-    plan = [
-        _microbatches(rows, prompts_N, responses_N, tokens_per_microbatch)
-        for rows in _balance(np.flatnonzero(active_N), lengths_N, ranks)
-    ]
+    plan = [_microbatches(units, prompts_N, responses_N, tokens_per_microbatch) for units in _balance(lengths_N, ranks)]
     depth = max(len(microbatches) for microbatches in plan)
     return [microbatches + [[] for _ in range(depth - len(microbatches))] for microbatches in plan]
 
@@ -73,49 +72,46 @@ def minibatches(prompts: int, updates: int, seed_parts: tuple[int, ...]) -> list
     return [part.tolist() for part in order.reshape(updates, -1)]
 
 
-def _rows(
-    lengths: Sequence[int] | np.ndarray,
-    response_lengths: Sequence[int] | np.ndarray,
-    active: Sequence[bool] | np.ndarray,
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _checked(
+    lengths: Sequence[int] | np.ndarray, response_lengths: Sequence[int] | np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
     lengths_N = np.asarray(lengths, dtype=np.int64)
     responses_N = np.asarray(response_lengths, dtype=np.int64)
-    active_N = np.asarray(active, dtype=bool)
-    if not (lengths_N.shape == responses_N.shape == active_N.shape and lengths_N.ndim == 1):
-        shapes = (lengths_N.shape, responses_N.shape, active_N.shape)
-        raise ValueError(f"lengths, response_lengths and active must share one shape [N]: {shapes}")
+    if not (lengths_N.shape == responses_N.shape and lengths_N.ndim == 1):
+        shapes = (lengths_N.shape, responses_N.shape)
+        raise ValueError(f"lengths and response_lengths must share one shape [N]: {shapes}")
     wrong = np.flatnonzero((responses_N < 0) | (responses_N > lengths_N))
     if wrong.size:
-        row = int(wrong[0])
+        unit = int(wrong[0])
         raise ValueError(
-            f"row {row} has {lengths_N[row]} tokens with a response of {responses_N[row]}: "
+            f"unit {unit} has {lengths_N[unit]} tokens with a response of {responses_N[unit]}: "
             "lengths are prompt + response tokens"
         )
-    return lengths_N, responses_N, active_N
+    return lengths_N, responses_N
 
 
-def _balance(rows: np.ndarray, lengths_N: np.ndarray, ranks: int) -> list[list[int]]:
-    """Rows of each rank. Ties go to the rank with fewer rows, then to the lower one."""
+def _balance(lengths_N: np.ndarray, ranks: int) -> list[list[int]]:
+    """Units of each rank. Ties go to the rank with fewer units, then to the lower one."""
     assigned: list[list[int]] = [[] for _ in range(ranks)]
     loads = [(0, 0, rank) for rank in range(ranks)]
-    for row in rows[np.argsort(-lengths_N[rows], kind="stable")].tolist():
+    for unit in np.argsort(-lengths_N, kind="stable").tolist():
         tokens, count, rank = heapq.heappop(loads)
-        assigned[rank].append(row)
-        heapq.heappush(loads, (tokens + int(lengths_N[row]), count + 1, rank))
+        assigned[rank].append(unit)
+        heapq.heappush(loads, (tokens + int(lengths_N[unit]), count + 1, rank))
     return assigned
 
 
-def _microbatches(rows: list[int], prompts_N: np.ndarray, responses_N: np.ndarray, budget: int) -> list[list[int]]:
+def _microbatches(units: list[int], prompts_N: np.ndarray, responses_N: np.ndarray, budget: int) -> list[list[int]]:
     # Responses vary most within an iteration, so they decide the order; then prompts; then the index.
-    ordered = sorted(rows, key=lambda row: (-responses_N[row], -prompts_N[row], row))
+    ordered = sorted(units, key=lambda unit: (-responses_N[unit], -prompts_N[unit], unit))
     microbatches: list[list[int]] = []
     prompt = response = 0
-    for row in ordered:
-        wider = max(prompt, int(prompts_N[row])), max(response, int(responses_N[row]))
+    for unit in ordered:
+        wider = max(prompt, int(prompts_N[unit])), max(response, int(responses_N[unit]))
         if microbatches and (len(microbatches[-1]) + 1) * sum(wider) <= budget:
-            microbatches[-1].append(row)
+            microbatches[-1].append(unit)
             prompt, response = wider
         else:
-            microbatches.append([row])
-            prompt, response = int(prompts_N[row]), int(responses_N[row])
+            microbatches.append([unit])
+            prompt, response = int(prompts_N[unit]), int(responses_N[unit])
     return microbatches

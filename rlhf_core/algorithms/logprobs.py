@@ -1,9 +1,9 @@
-"""Logprobs and entropy of tokens from logits or hidden states, with bounded memory.
+"""Logprobs and entropy of tokens from hidden states, with bounded memory.
 
-Shapes: N token positions, D hidden size, V vocabulary; ``...`` any leading shape.
+Shapes: N token positions, n those of one chunk, D hidden size, V vocabulary.
 
-Rows are handled in chunks. With gradients on, a chunk keeps only its inputs and is computed again in the backward
-pass, so the float32 copies of the logits (and, for ``chunked_head_logprobs``, the logits) exist for one chunk only.
+Rows are handled in chunks. With gradients on, a chunk keeps only its hidden states and is computed again in the backward
+pass, so the logits and their float32 copies exist for one chunk only.
 The chunk size changes no row beyond rounding: each row is reduced over V on its own.
 """
 
@@ -21,27 +21,6 @@ from rlhf_core.algorithms.masked import at_least_float32
 CHUNK_ROWS = 512
 
 
-def token_logprobs(
-    logits: Tensor, targets: Tensor, temperature: float = 1.0, chunk_rows: int = CHUNK_ROWS
-) -> tuple[Tensor, Tensor]:
-    """log softmax(logits / temperature) at the targets, and the entropy of that distribution.
-
-    Args:
-        logits: [..., V], any float dtype; -inf marks tokens that cannot be drawn.
-        targets: [...] int64 token ids.
-        temperature: the sampling temperature, > 0.
-        chunk_rows: rows handled at once.
-
-    Returns:
-        logprobs: [...] float32 (float64 for float64 logits), with gradient.
-        entropy: [...] of the same dtype in nats, with gradient.
-    """
-    _check(temperature, chunk_rows, tuple(logits.shape[:-1]), targets)
-    flat_NV = logits.reshape(-1, logits.shape[-1])
-    logprobs_N, entropy_N = _chunked(_score, flat_NV, targets.reshape(-1), temperature, chunk_rows)
-    return logprobs_N.view(targets.shape), entropy_N.view(targets.shape)
-
-
 def chunked_head_logprobs(
     hidden_ND: Tensor,
     head: Callable[[Tensor], Tensor],
@@ -49,7 +28,8 @@ def chunked_head_logprobs(
     temperature: float = 1.0,
     chunk_rows: int = CHUNK_ROWS,
 ) -> tuple[Tensor, Tensor]:
-    """``token_logprobs(head(hidden))`` without ever holding [N, V] logits.
+    """log softmax(head(hidden) / temperature) at the targets, and the entropy of that distribution, without ever holding
+    [N, V] logits.
 
     The head runs max(1, ceil(N / chunk_rows)) times, and as often again in the backward pass. If calling it starts
     collectives (partitioned parameters), either gather its weight once around this call and the backward pass, or give
@@ -57,48 +37,37 @@ def chunked_head_logprobs(
 
     Args:
         hidden_ND: [N, D].
-        head: maps [n, D] to [n, V] row by row; its parameters get gradients.
+        head: maps [n, D] to logits [n, V] row by row, any float dtype; its parameters get gradients. -inf marks tokens
+            that cannot be drawn.
         targets_N: [N] int64 token ids.
         temperature: the sampling temperature, > 0.
         chunk_rows: rows handled at once.
 
     Returns:
-        logprobs_N and entropy_N: [N] float32 (float64 for float64 logits), with gradient to hidden states and head.
+        logprobs_N and entropy_N (in nats): [N] float32 (float64 for float64 logits), with gradient to hidden states and head.
     """
-    _check(temperature, chunk_rows, tuple(hidden_ND.shape[:-1]), targets_N)
-
-    def score(hidden_nD: Tensor, targets_n: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-        return _score(head(hidden_nD), targets_n, temperature)
-
-    return _chunked(score, hidden_ND, targets_N, temperature, chunk_rows)
-
-
-def _check(temperature: float, chunk_rows: int, shape: tuple[int, ...], targets: Tensor) -> None:
     if not temperature > 0:
         raise ValueError(f"temperature = {temperature}: logprobs need a temperature above 0")
     if chunk_rows < 1:
         raise ValueError(f"chunk_rows = {chunk_rows}: a chunk has at least one row")
-    if tuple(targets.shape) != shape:
-        raise ValueError(f"targets have shape {tuple(targets.shape)}, the inputs have {shape} rows")
+    if targets_N.shape != hidden_ND.shape[:-1]:
+        raise ValueError(
+            f"targets have shape {tuple(targets_N.shape)}, there are {tuple(hidden_ND.shape[:-1])} hidden states"
+        )
 
+    def score(hidden_nD: Tensor, targets_n: Tensor) -> tuple[Tensor, Tensor]:
+        return _score(head(hidden_nD), targets_n, temperature)
 
-def _chunked(
-    score: Callable[[Tensor, Tensor, float], tuple[Tensor, Tensor]],
-    inputs_NX: Tensor,
-    targets_N: Tensor,
-    temperature: float,
-    chunk_rows: int,
-) -> tuple[Tensor, Tensor]:
     # split is one node of the graph: slices would each build a zero gradient of the full input in the backward pass.
-    chunks = zip(inputs_NX.split(chunk_rows), targets_N.split(chunk_rows), strict=True)
+    chunks = zip(hidden_ND.split(chunk_rows), targets_N.split(chunk_rows), strict=True)
     if torch.is_grad_enabled():
         # Nothing here draws random numbers, so their state need not be kept.
         parts = [
-            checkpoint(score, inputs, targets, temperature, use_reentrant=False, preserve_rng_state=False)
-            for inputs, targets in chunks
+            checkpoint(score, hidden, targets, use_reentrant=False, preserve_rng_state=False)
+            for hidden, targets in chunks
         ]
     else:
-        parts = [score(inputs, targets, temperature) for inputs, targets in chunks]
+        parts = [score(hidden, targets) for hidden, targets in chunks]
     return torch.cat([logprobs for logprobs, _ in parts]), torch.cat([entropy for _, entropy in parts])
 
 

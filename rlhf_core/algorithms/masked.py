@@ -4,9 +4,9 @@ Shapes: B rows (one whole response each), T response positions, N rows or tokens
 
 Every denominator is global: it counts the tokens or sequences of the whole optimizer step, over all ranks and
 micro-batches, and is passed in. So the sum of ``aggregate`` over any split of the step into micro-batches and ranks is
-the value on the whole batch. Two factors are the engine's business, not this module's: DeepSpeed averages gradients
-over the data-parallel ranks and divides by the gradient accumulation steps, so the engine multiplies the loss by both
-before ``backward``, to get the gradient of the sum.
+the value on the whole batch. One factor is the engine's business, not this module's: DeepSpeed averages gradients
+over the data-parallel ranks, so the engine multiplies the loss by their number before ``backward``, to get the gradient of
+the sum.
 """
 
 from __future__ import annotations
@@ -40,25 +40,18 @@ class Denominators:
             raise ValueError(f"norm_length = {self.norm_length}: it is the longest response allowed, at least 1")
 
 
-def count(
-    lengths: Sequence[int] | np.ndarray, *, norm_length: int, active: Sequence[bool] | np.ndarray | None = None
-) -> Denominators:
+def count(lengths: Sequence[int] | np.ndarray, *, norm_length: int) -> Denominators:
     """Denominators of an optimizer step.
 
     Args:
-        lengths: [N] counted response tokens (true mask entries) of every row of the step, over all ranks.
+        lengths: [N] counted response tokens (true mask entries) of every row of the step, over all ranks. A row that is
+            skipped only because its gradient is known to be 0 (advantage 0, no KL) belongs to the step; a row without a
+            reward does not.
         norm_length: the longest response allowed (``generate.max_new_tokens``), a constant of the run.
-        active: [N] rows that belong to the step, all by default. A row that is skipped only because its gradient is
-            known to be 0 (advantage 0, no KL) still belongs to it; a row without a reward does not.
 
-    A row without tokens counts nowhere. Raises ValueError for negative lengths or shapes that differ.
+    A row without tokens counts nowhere. Raises ValueError for negative lengths.
     """
     lengths_N = np.asarray(lengths, dtype=np.int64).reshape(-1)
-    if active is not None:
-        active_N = np.asarray(active, dtype=bool)
-        if active_N.shape != lengths_N.shape:
-            raise ValueError(f"active has shape {active_N.shape}, lengths has {lengths_N.shape}")
-        lengths_N = lengths_N[active_N]
     if lengths_N.size and lengths_N.min() < 0:
         raise ValueError(f"a response of {lengths_N.min()} tokens: lengths are counts")
     return Denominators(int(lengths_N.sum()), int((lengths_N > 0).sum()), norm_length)

@@ -1,4 +1,4 @@
-"""Sections about how the policy learns: generation, algorithm, optimizer, weight sync, evaluation."""
+"""Sections about how the policy learns, and how a run is evaluated, kept, bounded and tracked."""
 
 from __future__ import annotations
 

@@ -198,7 +198,6 @@ class Zero3Engine:
         lengths, responses = tokens.unit_lengths(units)
         plan = plan_microbatches(
             lengths.numpy(),
-            [True] * len(units),
             self.settings.world_size,
             self.settings.optim.tokens_per_microbatch,
             response_lengths=responses.numpy(),

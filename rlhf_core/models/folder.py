@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import struct
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,13 +38,6 @@ class ModelFacts:
     """Token ids that the model knows: 0 to vocab_size - 1."""
     eos_ids: tuple[int, ...]
     """Tokens that end a response."""
-    pad_id: int | None
-    """May equal an EOS id: never mask by it."""
-    tied_embeddings: bool
-    parameters: int
-    """Elements of all stored tensors; estimated from the file size for `.bin` weights."""
-    dtype: str | None
-    """Type named in config.json."""
     cached_per_token: int | None = None
     """Elements of keys and values that an engine keeps for a token of the context; None where the family is not known to keep
     all of them in every layer."""
@@ -65,7 +57,6 @@ def check_model_folder(path: str | Path) -> ModelFacts:
     _check_tokenizer(folder)
     architecture = _architecture(folder, config)
     generation = _json(folder, "generation_config.json") if (folder / "generation_config.json").is_file() else {}
-    dtype = config.get("dtype") or config.get("torch_dtype")
     tensors = _tensors(folder)
     vocab_size = _vocab_size(folder, config, tensors)
     pad = config.get("pad_token_id")
@@ -79,10 +70,6 @@ def check_model_folder(path: str | Path) -> ModelFacts:
         context_length=_number(folder, config, "max_position_embeddings", "n_positions", "max_sequence_length"),
         vocab_size=vocab_size,
         eos_ids=_eos_ids(folder, config, generation, vocab_size),
-        pad_id=_first(generation.get("pad_token_id"), pad),
-        tied_embeddings=bool(config.get("tie_word_embeddings", False)),
-        parameters=sum(map(math.prod, tensors.values())) if tensors else _elements_of_bin(folder, dtype),
-        dtype=dtype,
         cached_per_token=_cached_per_token(config),
         window=_window(config),
     )
@@ -225,17 +212,12 @@ def _tensors(folder: Path) -> dict[str, tuple[int, ...]]:
     found: dict[str, tuple[int, ...]] = {}
     for shard in _shards(folder, "*.safetensors", "model.safetensors"):
         found |= _safetensors_shapes(shard)
-    return found
-
-
-def _elements_of_bin(folder: Path, dtype: str | None) -> int:
-    shards = _shards(folder, "pytorch_model*.bin", "pytorch_model.bin")
-    if not shards:
+    if not found and not _shards(folder, "pytorch_model*.bin", "pytorch_model.bin"):
         raise ModelError(
             f"model folder {str(folder)!r} has no weights (*.safetensors or pytorch_model*.bin): "
             "download or save them into it"
         )
-    return sum(shard.stat().st_size for shard in shards) // (4 if dtype in ("float32", None) else 2)
+    return found
 
 
 def _shards(folder: Path, pattern: str, whole: str) -> list[Path]:

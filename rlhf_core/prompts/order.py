@@ -29,12 +29,6 @@ def prompt_rows(num_prompts: int, per_iteration: int, iteration: int, seed: int)
     return rows
 
 
-def epoch_of(num_prompts: int, per_iteration: int, iteration: int) -> int:
-    """The epoch (from 0) that the first prompt of ``iteration`` belongs to."""
-    _check(num_prompts, per_iteration, iteration)
-    return iteration * per_iteration // num_prompts
-
-
 def _check(num_prompts: int, per_iteration: int, iteration: int) -> None:
     if num_prompts < 1:
         raise PromptError("there are no prompts to train on: add prompts, or lower prompts.heldout")

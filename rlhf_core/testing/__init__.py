@@ -1,1 +1,1 @@
-"""Fakes and contract suites that ship with the package."""
+"""Tiny models for tests, shipped with the package."""

@@ -14,7 +14,7 @@ import numpy as np
 
 from rlhf_core.config.learning import AlgorithmConfig
 from rlhf_core.manifests import Shard
-from rlhf_core.schema import COMPONENT, ROLLOUTS, check_table, experience_schema, rewards_schema
+from rlhf_core.schema import COMPONENT, ROLLOUTS, check_table, experience_schema, rewards_schema, without_deprecated
 from rlhf_core.views import EpochUse
 
 #: Why a sample taught nothing.
@@ -76,7 +76,7 @@ def project(stage: str, table: Any) -> Columns:
     """The columns of a shard that the ledger needs, after the check of its schema. ValueError says what is wrong."""
     ids = table["sample_id"].to_pylist() if "sample_id" in table.column_names else []
     if stage == "generate":
-        check_table(table, ROLLOUTS)
+        check_table(without_deprecated(table), ROLLOUTS)
         numbers = {name: table[name].to_numpy() for name in ("group", "sample", "policy_version")}
         lengths = [np.diff(offsets) for _, offsets in _lists(table["response_ids"])]
         return {"ids": ids, "prompt_ids": table["prompt_id"].to_pylist(), **numbers, "tokens": _joined(lengths)}

@@ -7,8 +7,8 @@ import uuid
 import pytest
 
 from infra.object_store import LocalObjectStore, S3ObjectStore
-from infra.s3_server import S3Server
 from tests.fixtures.fault_proxy import FaultProxy
+from tests.fixtures.s3_server import S3Server
 
 
 @pytest.fixture(scope="session")

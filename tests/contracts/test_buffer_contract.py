@@ -12,7 +12,7 @@ import torch
 
 from infra.object_store import LocalObjectStore
 from rlhf_core import layout
-from rlhf_core.arrays import flat, padded, ragged
+from rlhf_core.arrays import flat, ragged
 from rlhf_core.buffer import (
     StageWriter,
     commit_stage,
@@ -38,7 +38,6 @@ def rollouts(rows, seed=0):
         "prompt_ids": ragged(torch.arange(2 * rows, dtype=torch.int32), [2] * rows),
         "response_ids": ragged(torch.randint(0, 999, (tokens,), dtype=torch.int32), lengths),
         "logprobs": ragged(-torch.rand(tokens), lengths),
-        "action_mask": ragged(torch.ones(tokens, dtype=torch.uint8), lengths),
     }
     plain = {
         "sample_id": [f"s{row:05d}" for row in range(rows)],
@@ -49,7 +48,6 @@ def rollouts(rows, seed=0):
         "attempt": ["a1"] * rows,
         "engine": ["engine-0"] * rows,
         "finish_reason": ["stop"] * rows,
-        "queued_seconds": [None] * rows,
         "seconds": [0.5] * rows,
     }
     return check_table(pa.table({**plain, **lists}).select(ROLLOUTS.names).cast(ROLLOUTS), ROLLOUTS)
@@ -282,13 +280,12 @@ def test_manifest_under_another_key_is_refused(store):
         load_stage(store, RUN, 8, "generate")
 
 
-def test_from_the_store_into_a_batch(store):
+def test_from_the_store_into_tensors(store):
     table = rollouts(300)
     committed = commit(store, "generate", table, [128])
     values, offsets = flat(read_rows(store, [committed])["logprobs"])
-    batch, mask = padded(values, offsets, pad=0.0)
-    expected = table["logprobs"].to_pylist()
-    assert [row[keep].tolist() for row, keep in zip(batch, mask, strict=True)] == expected
+    rows = values.tensor_split(offsets[1:-1])
+    assert [row.tolist() for row in rows] == table["logprobs"].to_pylist()
 
 
 def test_shard_needs_sample_ids(store):

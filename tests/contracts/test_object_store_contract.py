@@ -286,7 +286,7 @@ def test_kill_9_leaves_whole_objects_or_none(store):
 
 
 def test_s3_keeps_its_data_over_a_crash_of_the_server(tmp_path, monkeypatch):
-    from infra.s3_server import S3Server
+    from tests.fixtures.s3_server import S3Server
 
     with S3Server(tmp_path, bucket="crash") as server:
         for name, value in server.env().items():

@@ -21,11 +21,11 @@ import psutil
 import pytest
 
 from infra.object_store import open_store
-from infra.s3_server import S3Server
 from infra.services import ServiceStack
 from infra.services.processes import stack_processes
 from rlhf_core.config import load_config
 from rlhf_core.testing.tiny_model import make_tiny_model
+from tests.fixtures.s3_server import S3Server
 
 REPOSITORY = Path(__file__).parents[2]
 FIXTURES = REPOSITORY / "tests" / "fixtures"

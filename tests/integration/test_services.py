@@ -88,7 +88,7 @@ def test_services_answer_and_calls_are_idempotent(stack):
     assert all(row.healthy for row in status.services if row.service is not Service.WORKER)
     with ThreadPoolExecutor(3) as pool:  # as three commands at once
         addresses = list(pool.map(lambda _: ServiceStack(stack.layout.home).up(), range(3)))
-    assert addresses == [status.addresses] * 3
+    assert addresses == [stack.up()] * 3
     assert [pid_of(stack, service) for service in (Service.PREFECT, Service.RAY)] == pids
     with urllib.request.urlopen(f"{addresses[0].prefect_api_url}/admin/settings", timeout=10) as answer:
         settings = json.load(answer)["server"]

@@ -45,7 +45,7 @@ def test_by_hand(dtype):
     assert result.advantages_N.dtype == dtype
     # by position: group 7 holds rows 0 and 2 (rewards 0, 1), group 3 rows 1, 3, 4 (rewards 1, 2, 3)
     assert result.advantages_N.tolist() == pytest.approx([-pair, -third, pair, 0.0, third], rel=1e-6)
-    assert (result.degenerate_groups, result.equal_groups, result.groups) == (0, 0, 2)
+    assert (result.degenerate_groups, result.equal_groups) == (0, 0)
 
 
 def test_without_std_is_the_centred_reward():
@@ -125,15 +125,15 @@ def test_singleton_and_invalid_groups_are_zero_and_counted():
     valid_N = torch.tensor([True, True, False, False, False, True, True, False])
     result = group_relative(rewards_N, groups_N, valid_N, normalize_std=False)
     assert result.advantages_N.tolist() == [0, 0, 0, 0, 0, -1, 1, 0]
-    assert (result.degenerate_groups, result.equal_groups, result.groups) == (3, 0, 4)
+    assert (result.degenerate_groups, result.equal_groups) == (3, 0)
 
 
 def test_all_invalid_and_empty():
     result = group_relative(torch.full((4,), float("nan")), torch.tensor([0, 0, 1, 1]), ~ones(4))
     assert result.advantages_N.tolist() == [0.0] * 4
-    assert (result.degenerate_groups, result.groups) == (2, 2)
+    assert (result.degenerate_groups, result.equal_groups) == (2, 0)
     empty = group_relative(torch.zeros(0), torch.zeros(0, dtype=torch.int64), ones(0))
-    assert (empty.advantages_N.shape, empty.groups) == ((0,), 0)
+    assert (empty.advantages_N.shape, empty.degenerate_groups) == ((0,), 0)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])

@@ -7,7 +7,7 @@ import pyarrow as pa
 import pytest
 import torch
 
-from rlhf_core.arrays import flat, padded, ragged
+from rlhf_core.arrays import flat, ragged
 from rlhf_core.buffer import decode, encode
 
 ROWS = [[1, 2, 3], [], [4], [5, 6]]
@@ -59,22 +59,6 @@ def test_flat_of_slices_chunks_and_nothing():
 def test_flat_refuses(column, message):
     with pytest.raises(ValueError, match=message):
         flat(column)
-
-
-def test_padded():
-    values, offsets = flat(COLUMN)
-    right, mask = padded(values, offsets, pad=9)
-    assert right.tolist() == [[1, 2, 3], [9, 9, 9], [4, 9, 9], [5, 6, 9]]
-    assert mask.tolist() == [[True] * 3, [False] * 3, [True, False, False], [True, True, False]]
-    left, mask = padded(values, offsets, pad=0, left=True, width=4)
-    assert left.tolist() == [[0, 1, 2, 3], [0, 0, 0, 0], [0, 0, 0, 4], [0, 0, 5, 6]]
-    assert left[mask].tolist() == values.tolist()
-    right.zero_()  # the rectangle is new memory
-    assert values.tolist() == [1, 2, 3, 4, 5, 6]
-    with pytest.raises(ValueError, match="longest row has 3"):
-        padded(values, offsets, pad=0, width=2)
-    nothing, mask = padded(*flat(COLUMN.slice(0, 0)), pad=0)
-    assert nothing.shape == mask.shape == (0, 0)
 
 
 def test_ragged_is_the_inverse_and_shares_memory():

@@ -10,11 +10,12 @@ from rlhf_core.buffer import read_rows
 from rlhf_core.config import parse_config
 from rlhf_core.errors import ConfigError, NotCommitted, RunLocked, StoreError, UserError
 from rlhf_core.lease import Holder, Lease
-from rlhf_core.lineage import children, head_of, load_lineage, revisions
+from rlhf_core.lineage import children, head_of, load_lineage
 from rlhf_core.manifests import STAGES, RetiredRecord, TargetRecord
 from rlhf_core.records import commit_record
 from tasks import branching
 from tasks.progress import load_progress
+from tests.fixtures.stored_run import revisions
 from tests.fixtures.whole_run import CONFIG, Run
 
 

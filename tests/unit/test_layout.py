@@ -24,22 +24,21 @@ def test_keys_are_the_documented_ones_and_every_store_takes_them():
         ),
         layout.iteration_done("r", 999_999): "runs/r/iterations/999999/DONE.json",
         layout.checkpoint_commit("r", 12): "runs/r/checkpoints/commits/0000000012.json",
-        layout.checkpoint_file("r", 12, "a", "zero/x_0.pt"): "runs/r/checkpoints/0000000012/a/zero/x_0.pt",
+        layout.checkpoint_attempt("r", 12, "a"): "runs/r/checkpoints/0000000012/a",
         layout.evaluation("r", "v3"): "runs/r/evaluations/v3.json",
-        layout.summary("r"): "runs/r/summary.json",
         layout.export("r", "model.safetensors"): "runs/r/export/model.safetensors",
     }
     for key, expected in keys.items():
         assert key == expected
         assert check_key(key) == key
-    assert len(set(keys)) == 13
+    assert len(set(keys)) == 12
 
 
 def test_checkpoint_version_reads_commit_keys_only():
     assert layout.checkpoint_version(layout.checkpoint_commit("r", 12)) == 12
     assert layout.checkpoint_commit("r", 12).startswith(layout.checkpoint_commits("r") + "/")
     for key in (
-        layout.checkpoint_file("r", 12, "a", "x.json"),
+        f"{layout.checkpoint_attempt('r', 12, 'a')}/x.json",
         layout.run_record("r"),
         "runs/r/checkpoints/commits/12.json",
     ):
@@ -56,7 +55,7 @@ def test_hostile_ids(name):
     for call in (
         lambda: layout.stage_commit("r", 0, name),
         lambda: layout.shard("r", 0, "s", name, 0, DIGEST),
-        lambda: layout.checkpoint_file("r", 0, name, "x"),
+        lambda: layout.checkpoint_attempt("r", 0, name),
         lambda: layout.evaluation("r", name),
     ):
         with pytest.raises(ValueError, match="use letters"):
@@ -65,9 +64,8 @@ def test_hostile_ids(name):
 
 @pytest.mark.parametrize("relpath", ["", "/a", "a/", "a//b", "..", "a/../b", "./a", "a\\b", "a/..b"])
 def test_hostile_relative_paths(relpath):
-    for call in (lambda: layout.export("r", relpath), lambda: layout.checkpoint_file("r", 0, "a", relpath)):
-        with pytest.raises(ValueError, match="relative path"):
-            call()
+    with pytest.raises(ValueError, match="relative path"):
+        layout.export("r", relpath)
 
 
 @pytest.mark.parametrize("number", [-1, 1.0, True, "1", None])

@@ -17,14 +17,13 @@ from rlhf_core.lineage import (
     head_of,
     load_lineage,
     require_reached,
-    revisions,
     start_branch,
     start_revision,
 )
 from rlhf_core.manifests import STAGES, ParentRef
 from rlhf_core.searching import count_without_gaps
 from tasks.progress import load_progress, newest_checkpoint, planned_iterations
-from tests.fixtures.stored_run import StoredRun, record_of
+from tests.fixtures.stored_run import StoredRun, record_of, revisions
 
 POSITIONS = [(iteration, stage) for iteration in range(5) for stage in STAGES]
 

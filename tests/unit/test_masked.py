@@ -121,12 +121,9 @@ def test_aggregate_refuses_what_does_not_fit():
 
 def test_count():
     assert count([3, 0, 2], norm_length=8) == Denominators(tokens=5, sequences=2, norm_length=8)
-    assert count([3, 0, 2], norm_length=8, active=[False, True, True]) == Denominators(2, 1, 8)
     assert count([], norm_length=8) == Denominators(0, 0, 8)
     with pytest.raises(ValueError, match="lengths are counts"):
         count([3, -1], norm_length=8)
-    with pytest.raises(ValueError, match="active has shape"):
-        count([3, 1], norm_length=8, active=[True])
     with pytest.raises(ValueError, match="norm_length = 0"):
         count([3], norm_length=0)
     with pytest.raises(ValueError, match="at least one token"):

@@ -25,9 +25,7 @@ def folder(cache):
 
 def test_facts(folder):
     facts = check_model_folder(folder)
-    assert (facts.eos_ids, facts.pad_id, facts.vocab_size) == ((2,), 2, 49152)
-    assert (facts.context_length, facts.dtype, facts.tied_embeddings) == (8192, "bfloat16", True)
-    assert facts.parameters == 134_515_008
+    assert (facts.eos_ids, facts.vocab_size, facts.context_length) == ((2,), 49152, 8192)
 
 
 def test_loads_and_answers(folder):

@@ -43,16 +43,11 @@ def refused(folder, *parts):
 
 
 def test_facts(folder):
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
     assert check_model_folder(folder) == ModelFacts(
         architecture="LlamaForCausalLM",
         context_length=1024,
         vocab_size=49152,
         eos_ids=(2,),
-        pad_id=2,
-        tied_embeddings=True,
-        parameters=model.num_parameters(),
-        dtype="float32",
         cached_per_token=2 * 1 * 1 * 64,
     )
     assert prepare_model(str(folder), None, "float32", "unused") == folder
@@ -73,20 +68,20 @@ def test_facts_from_other_places(folder):
 
 
 def test_sharded_and_bin_weights(folder):
-    whole = check_model_folder(folder).parameters
+    whole = check_model_folder(folder)
     model = transformers.AutoModelForCausalLM.from_pretrained(folder)
     (folder / "model.safetensors").unlink()
     model.save_pretrained(folder, max_shard_size="100KB")
     shards = sorted(folder.glob("model-*.safetensors"))
     assert len(shards) > 1
-    assert check_model_folder(folder).parameters == whole
+    assert check_model_folder(folder) == whole
     shards[0].unlink()
     refused(folder, "model.safetensors.index.json", shards[0].name, "finish the download")
     for file in folder.glob("model*"):
         file.unlink()
     refused(folder, "no weights")
     torch.save({k: v for k, v in model.state_dict().items() if k != "lm_head.weight"}, folder / "pytorch_model.bin")
-    assert check_model_folder(folder).parameters == pytest.approx(whole, rel=0.01)
+    assert check_model_folder(folder) == whole
 
 
 def test_what_is_missing(folder, tmp_path):
@@ -154,9 +149,8 @@ def test_no_end_of_sequence(folder):
 
 
 def test_a_null_leaves_the_other_file_s_value(folder):
-    write_null(folder, "generation_config.json", "eos_token_id", "pad_token_id")
-    facts = check_model_folder(folder)
-    assert (facts.eos_ids, facts.pad_id) == ((2,), 2)
+    write_null(folder, "generation_config.json", "eos_token_id")
+    assert check_model_folder(folder).eos_ids == (2,)
 
 
 def test_end_tokens_that_the_model_does_not_know(folder):

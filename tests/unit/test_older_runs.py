@@ -5,7 +5,10 @@ from __future__ import annotations
 import pytest
 
 from infra.object_store import LocalObjectStore
+from rlhf_core.buffer import read_rows
+from rlhf_core.lineage import load_lineage
 from rlhf_core.manifests import STAGES
+from rlhf_core.schema import DEPRECATED
 from tasks import branching
 from tasks.audit.run import audit_run
 from tasks.preflight import check_before_start
@@ -49,6 +52,11 @@ def test_rollouts_are_those_that_the_metrics_are_of():
         assert sum(rewards) / 8 == pytest.approx(views[iteration].metrics["reward/mean"])
         assert all(set(s.components) == {"even", "last_number"} for s in samples)
         assert all(sample.tokens > 0 and "What is" in sample.prompt for sample in samples)
+
+
+def test_rollouts_have_columns_that_are_written_no_more(store):
+    stage = load_lineage(store, "old").load(store, 0, "generate")
+    assert set(DEPRECATED) <= set(read_rows(store, [stage]).column_names)
 
 
 @pytest.mark.parametrize("run", ["old", "forked"])

@@ -19,10 +19,6 @@ def facts(elements=ELEMENTS, context=2_000_000):
         context_length=context,
         vocab_size=400,
         eos_ids=(2,),
-        pad_id=0,
-        tied_embeddings=True,
-        parameters=1,
-        dtype="float32",
         cached_per_token=elements,
     )
 

@@ -9,7 +9,7 @@ import pytest
 
 from infra.object_store import open_store, probe_store
 from infra.object_store.s3_errors import explain
-from infra.s3_server import S3Server
+from tests.fixtures.s3_server import S3Server
 
 
 @pytest.fixture(scope="module")

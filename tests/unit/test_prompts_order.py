@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 
 from rlhf_core.errors import PromptError
-from rlhf_core.prompts.order import epoch_of, prompt_rows
+from rlhf_core.prompts.order import prompt_rows
 
 SHAPES = [(n, b) for n in (1, 2, 3, 5, 8, 13, 40) for b in (1, 2, 3, 4, 5, 7, 8, 16, 41)]
 
@@ -59,16 +59,10 @@ def test_all_positions_are_equally_likely():
     assert all(140 <= counts[row] <= 260 for row in range(7))
 
 
-def test_epoch_of():
-    assert [epoch_of(10, 4, i) for i in range(6)] == [0, 0, 0, 1, 1, 2]
-    assert epoch_of(3, 7, 2) == 4
-
-
-@pytest.mark.parametrize("call", [lambda n, b, i: prompt_rows(n, b, i, 0), epoch_of])
-def test_bad_arguments(call):
+def test_bad_arguments():
     with pytest.raises(PromptError, match="no prompts"):
-        call(0, 4, 0)
+        prompt_rows(0, 4, 0, 0)
     with pytest.raises(ValueError, match="per_iteration = 0"):
-        call(4, 0, 0)
+        prompt_rows(4, 0, 0, 0)
     with pytest.raises(ValueError, match="iteration = -1"):
-        call(4, 4, -1)
+        prompt_rows(4, 4, -1, 0)

@@ -7,7 +7,7 @@ import math
 import pyarrow as pa
 import pytest
 
-from rlhf_core.schema import ROLLOUTS, check_table, experience_schema, rewards_schema
+from rlhf_core.schema import DEPRECATED, ROLLOUTS, check_table, experience_schema, rewards_schema, without_deprecated
 
 GOOD_ROLLOUTS = {
     "sample_id": ["a", "b"],
@@ -17,12 +17,10 @@ GOOD_ROLLOUTS = {
     "prompt_ids": [[1], [1]],
     "response_ids": [[5, 6], []],
     "logprobs": [[-0.5, -1.0], []],
-    "action_mask": [[1, 0], []],
     "policy_version": [0, 0],
     "attempt": ["x", "x"],
     "engine": ["e", "e"],
     "finish_reason": ["stop", "length"],
-    "queued_seconds": [None, 0.1],
     "seconds": [1.0, 2.0],
 }
 GOOD_REWARDS = {
@@ -51,10 +49,19 @@ def test_good_tables_pass():
         assert check_table(chunked, schema) is chunked
 
 
+def test_columns_of_older_versions_are_left_out():
+    old = rollouts()
+    for name in DEPRECATED:
+        old = old.append_column(name, pa.nulls(2))
+    with pytest.raises(ValueError, match=f"{DEPRECATED[0]!r}: not in the schema"):
+        check_table(old, ROLLOUTS)
+    assert check_table(without_deprecated(old), ROLLOUTS).equals(rollouts())
+    assert without_deprecated(rollouts()).equals(rollouts())
+
+
 def test_schemas_are_the_documented_ones():
     assert str(ROLLOUTS.field("logprobs").type) == "list<item: float>"
-    assert str(ROLLOUTS.field("action_mask").type) == "list<item: uint8>"
-    assert [field.name for field in ROLLOUTS if field.nullable] == ["queued_seconds"]
+    assert [field.name for field in ROLLOUTS if field.nullable] == []
     assert rewards_schema(["a", "b"]).names[-2:] == ["component/a", "component/b"]
     assert experience_schema(True).names == ["sample_id", "old_logprobs", "ref_logprobs", "advantages"]
     assert experience_schema(False).names == ["sample_id", "old_logprobs", "advantages"]
@@ -94,8 +101,6 @@ def replaced(name, column):
         ),
         (rollouts(sample_id=["a", "a"]), "'sample_id': expected 2 distinct ids, found 1: a again"),
         (rollouts(logprobs=[[-0.5, -1.0], [0.0]]), r"'logprobs': expected 0 items in row 1 \(sample b\), .* found 1"),
-        (rollouts(action_mask=[[1], []]), r"'action_mask': expected 2 items in row 0 \(sample a\), .* found 1"),
-        (rollouts(action_mask=[[1, 2], []]), "'action_mask': expected 0 and 1, found 2"),
     ],
 )
 def test_bad_rollouts(table, message):

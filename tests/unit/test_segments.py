@@ -9,6 +9,7 @@ from itertools import pairwise
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pytest
 
 from infra.object_store import LocalObjectStore
@@ -18,7 +19,7 @@ from rlhf_core.buffer import StageWriter, commit_stage, find_stage, load_stage, 
 from rlhf_core.errors import CorruptObject
 from rlhf_core.manifests import StageManifest
 from rlhf_core.metrics import values
-from rlhf_core.schema import ROLLOUTS, rewards_schema
+from rlhf_core.schema import DEPRECATED, ROLLOUTS, rewards_schema, without_deprecated
 from rlhf_core.segments import find_segments, prepare_segment, request_identity, rollout_metrics
 
 RUN, ITERATION, SIZE = "r", 4, 3
@@ -43,15 +44,30 @@ def rollouts(groups, size=SIZE, attempt="a1"):
         "prompt_ids": [[1, group] for group, _ in keys],
         "response_ids": ragged(np.arange(tokens, dtype=np.int32), lengths),
         "logprobs": ragged(-np.ones(tokens, dtype=np.float32), lengths),
-        "action_mask": ragged(np.ones(tokens, dtype=np.uint8), lengths),
         "policy_version": [ITERATION] * len(keys),
         "attempt": [attempt] * len(keys),
         "engine": ["e0"] * len(keys),
         "finish_reason": ["stop" if sample else "length" for _, sample in keys],
-        "queued_seconds": [None] * len(keys),
         "seconds": [0.5] * len(keys),
     }
     return pa.table(columns, schema=ROLLOUTS)
+
+
+def deprecated(table):
+    """The same rollouts with the columns that older versions wrote."""
+    lengths = pc.list_value_length(table["response_ids"]).to_numpy()
+    mask = ragged(np.ones(lengths.sum(), dtype=np.uint8), lengths)
+    seconds = pa.nulls(table.num_rows, pa.float32())
+    return table.add_column(7, "action_mask", mask).add_column(12, "queued_seconds", seconds)
+
+
+def write_deprecated(store, groups, attempt="a1"):
+    marked = deprecated(rollouts(groups, attempt=attempt)).replace_schema_metadata(
+        {**ROLLOUTS.metadata, b"rlhf.request": IDENTITY.encode()}
+    )
+    shard, data = StageWriter(store, RUN, ITERATION, "generate", attempt).prepare(marked, 0, groups)
+    store.put(shard.key, data)
+    return shard
 
 
 def write(store, groups, attempt="a1", identity=IDENTITY, size=SIZE):
@@ -317,3 +333,21 @@ def test_segments_that_are_found_can_be_committed(store):
     assert read["attempt"].to_pylist() == ["killed"] * 3 + ["next"] * 3 + ["killed"] * 3
     folder = layout.stage_data(RUN, ITERATION, "generate")
     assert sorted(shard.key for shard in stage.shards) == store.list(folder)
+
+
+def test_segments_of_an_older_version_are_taken_over_and_read_together_with_new_ones(store, whole):
+    write_deprecated(store, [6, 0, 3], attempt="old")
+    taken = found(store)
+    assert [segment.shard.groups for segment in taken] == [(6, 0, 3)]
+    assert values(taken[0].metrics) == values(rollout_metrics(rollouts([6, 0, 3])))
+    new = [write(store, groups, attempt="new") for groups in ([5, 1], [4, 7, 2])]
+    stage = commit(store, "generate", [*new, *(segment.shard for segment in taken)])
+    without_attempt = everything_but_tokens(whole).drop_columns(["attempt"])
+    for rows in (range(GROUPS * SIZE), range(2, 5), range(SIZE), range(4, 4)):
+        read = read_rows(store, [stage], rows=rows)
+        assert set(DEPRECATED).isdisjoint(read.column_names) or rows == range(SIZE)  # of group 0 alone: as it lies
+        part = without_attempt.slice(rows.start, len(rows))
+        assert everything_but_tokens(without_deprecated(read)).drop_columns(["attempt"]).equals(part)
+        assert read_rows(store, [stage], columns=["logprobs"], rows=rows)["logprobs"].equals(part["logprobs"])
+    with pytest.raises(ValueError, match=r"\['action_mask'\] are not in the stages generate"):
+        read_rows(store, [stage], columns=["action_mask"])

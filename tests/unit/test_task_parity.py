@@ -94,9 +94,7 @@ def world(tmp_path, monkeypatch):
             layout_logprobs=lambda version, rows, learn: layout_logprobs(rank(policy, learn), rows),
             weights_digest=lambda version: "d",
         )
-        facts = ModelFacts(
-            "TinyForCausalLM", 256, VOCABULARY, (2,), 0, True, 1, "float32", 8 if "window" in family else None
-        )
+        facts = ModelFacts("TinyForCausalLM", 256, VOCABULARY, (2,), window=8 if "window" in family else None)
         monkeypatch.setattr(StageContext, "trainers", property(lambda self: trainers))
         monkeypatch.setattr(
             StageContext, "engines", property(lambda self: Group(["r-engine-0"], sequence_logprobs=scores))
@@ -213,7 +211,7 @@ def test_a_layout_that_does_not_agree_is_found_by_its_figures(world, monkeypatch
     monkeypatch.setattr(
         tasks.parity,
         "check_model_folder",
-        lambda folder: ModelFacts("M", 256, VOCABULARY, (2,), 0, True, 1, "float32", 8),
+        lambda folder: ModelFacts("M", 256, VOCABULARY, (2,), window=8),
     )
     record = run(made)
     assert not record.share_prompts
