@@ -88,7 +88,8 @@ def claim_intact(config: RunConfig, cluster: ClusterRef, where: Position) -> Kep
     found = _settled(
         config, cluster, [n for n in (*cluster.trainers, *cluster.engines, *cluster.rewards) if n in living]
     )
-    if not all(name in found and _trainer_fits(found[name], where) for name in cluster.trainers):
+    fits = all(name in found and _trainer_fits(found[name], where) for name in cluster.trainers)
+    if not fits or (shared and not set(cluster.engines) <= set(found)):
         dropped = set(cluster.trainers) | (set(cluster.engines) if shared else set())
         found = {name: status for name, status in found.items() if name not in dropped}
     current = all(_holds(found[name], where) for name in cluster.engines if name in found)
@@ -111,9 +112,15 @@ def _settled(config: RunConfig, cluster: ClusterRef, names: list[str]) -> dict[s
         try:
             actor.call_claim(_ANSWER_SECONDS)
             actor.call("settle", seconds=config.limits.stage_seconds)
-            found[name] = actor.call_status(_ANSWER_SECONDS)[0]
+            status = actor.call_status(_ANSWER_SECONDS)[0]
         except RLHFError as error:
             get_run_logger().warning("%s is replaced: %s", name, error)
+            continue
+        # A process whose CUDA context is broken lives, answers, and fails in every call.
+        if doubt := status.get("doubt"):
+            get_run_logger().warning("%s is replaced: its %s", name, doubt)
+            continue
+        found[name] = status
     return found
 
 

@@ -25,6 +25,14 @@ def as_ours(error: BaseException, name: str, what: str) -> RLHFError:
     return kind(f"{what}: {name} failed: {type(error).__name__}: {_words(error)}")
 
 
+def leaves_doubt(error: BaseException) -> bool:
+    """Whether the worker that raised this may be broken itself, e.g. its CUDA context: it is not this system's own word, not of
+    another worker, of the store or the disk, and not of what was asked for."""
+    from ray.exceptions import RayError
+
+    return not isinstance(error, (RLHFError, RayError, OSError, *_LASTING))
+
+
 def _lasts(error: BaseException) -> bool:
     from ray.exceptions import RayError
 

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
+from rlhf_core.actors.failures import leaves_doubt
 from rlhf_core.actors.one_thread import CONTROL
 from rlhf_core.errors import FencedOut
 from rlhf_core.progress import Progress, Pulse
@@ -20,6 +21,8 @@ class Fenced:
     """Base of all actors. ``progress``: what is under way; every public call of a subclass is noted there."""
 
     name: str
+    _doubt: tuple[str, str] | None = None
+    """The call that failed last in a way that may have broken the process, and its error; None since it has succeeded."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -56,11 +59,12 @@ class Fenced:
         return self.progress.pulse()
 
     def status(self) -> dict[str, Any]:
-        """What the actor is and holds."""
+        """What the actor is and holds. ``doubt``: why it is not to be trusted any more, None if nothing speaks against it."""
         return {
             "name": self.name,
             "pid": os.getpid(),
             "epoch": self.epoch,
+            "doubt": None if self._doubt is None else f"{self._doubt[0]} failed with {self._doubt[1]}",
         }
 
 
@@ -68,6 +72,14 @@ def _noted(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         with self.progress.call(name):
-            return method(self, *args, **kwargs)
+            try:
+                result = method(self, *args, **kwargs)
+            except Exception as error:
+                if leaves_doubt(error):
+                    self._doubt = (name, f"{type(error).__name__}: {error}")
+                raise
+        if self._doubt is not None and self._doubt[0] == name:
+            self._doubt = None
+        return result
 
     return call

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from ray.exceptions import GetTimeoutError, RayTaskError
 
+from rlhf_core.actors.failures import leaves_doubt
 from rlhf_core.actors.group import ActorGroup, ActorSpec, create, kill, statuses
 from rlhf_core.errors import IntegrityError, ModelError, WorkerDied, WorkerError, WorkerFault
 
@@ -95,3 +97,31 @@ def test_a_call_that_fails(start, how, kind, words):
     with pytest.raises(kind, match=words) as caught:
         first.call("work", how, seconds=SECONDS)
     assert type(caught.value) is kind
+
+
+@pytest.mark.parametrize(
+    ("how", "doubt"),
+    [
+        ("runtime", "work failed with RuntimeError: the port is in use"),
+        ("value", None),
+        ("store", None),
+        ("integrity", None),
+    ],
+)
+def test_a_worker_that_may_be_broken_says_so_until_the_call_succeeds(start, how, doubt):
+    group = start("")
+    group.start(SECONDS)
+    with pytest.raises((WorkerError, IntegrityError)):
+        group.call("work", how, seconds=SECONDS)
+    assert group.call_status(SECONDS)[0]["doubt"] == doubt
+    group.call("settle", seconds=SECONDS)
+    assert group.call_status(SECONDS)[0]["doubt"] == doubt
+    group.call("work", "", seconds=SECONDS)
+    assert group.call_status(SECONDS)[0]["doubt"] is None
+
+
+def test_what_happened_to_another_worker_is_no_reason_for_doubt():
+    cause = RuntimeError("CUDA error: invalid argument")
+    assert leaves_doubt(cause)
+    assert not leaves_doubt(RayTaskError("load_bucket", "", cause).as_instanceof_cause())
+    assert not leaves_doubt(GetTimeoutError("60 s"))
